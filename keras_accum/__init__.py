@@ -1,0 +1,10 @@
+"""Gradient accumulation for Keras 3 on TensorFlow.
+
+One update over a window of micro-batches is one step on the large batch.
+"""
+
+from ._callbacks import AccumulationMonitor as AccumulationMonitor
+from ._optimizer import AccumOptimizer as AccumOptimizer
+from ._optimizer import GradientAccumulationOptimizer as GradientAccumulationOptimizer
+
+__version__ = "0.1.0"

@@ -1,0 +1,191 @@
+"""The variables of a window: what it holds so far, and how it gives and forgets it.
+
+The sum is kept in units of the window's first micro-batch: with w_i the weight of
+micro-batch i, w_1 that of the first one that weighs anything, and g_i its gradient,
+
+    sum   = Σ (w_i / w_1) g_i
+    total = Σ (w_i / w_1)             mean = sum / total
+
+so that micro-batches of equal weight are added as they are, a window of one is its own
+gradient bit for bit, and token counts do not reach into the range of the gradients.
+"""
+
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+
+from . import _replica
+from ._gradients import Gradient, weigh
+
+
+class Accumulator:
+    """The running sum of the gradients of one window.
+
+    Variables: one sum per trained variable, and a few scalars. What each replica adds
+    for itself (`sums`, `total`, `unit`, `dropped`) is its own until the window's end;
+    what they count together (`micro_step`, `length`, `reached`) is the same on all.
+
+    Args:
+        variables: the trained variables, in the order of their gradients.
+        dtype: of the sums; None for each variable's own, but float32 at least.
+        weighted: whether the micro-batches weigh differently ("mean"), or all 1 ("sum").
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[keras.Variable],
+        dtype: str | None,
+        weighted: bool,
+    ) -> None:
+        self.weighted = weighted
+        # float8 scales and the like: not gradients, but the variable's next value.
+        self.overwrites = [
+            getattr(v, "overwrite_with_gradient", False) for v in variables
+        ]
+        self.sums = [
+            _own_variable(f"sum_{i}", v.shape, _sum_dtype(v, dtype))
+            for i, v in enumerate(variables)
+        ]
+        self.total = _own_variable("total_weight", (), "float32")
+        self.unit = _own_variable("unit_weight", (), "float32")
+        self.dropped = _own_variable("dropped", (), "float32")
+        self.micro_step = _shared_variable("micro_step", (), "int64")
+        self.length = _shared_variable("window_length", (), "int64")
+        self.reached = _shared_variable("reached", (len(variables),), "bool")
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """All variables, the scalars first."""
+        scalars = [self.micro_step, self.length, self.total, self.unit, self.dropped]
+        return [*scalars, self.reached, *self.sums]
+
+    # On each replica.
+
+    def add(
+        self,
+        gradients: Sequence[Gradient],
+        indices: Sequence[int],
+        weight: tf.Tensor,
+        kept: tf.Tensor | None,
+    ) -> None:
+        """Add the gradients of one micro-batch.
+
+        Args:
+            gradients: one for each of `indices`; None leaves a variable's sum alone.
+            indices: positions of the trained variables.
+            weight: scalar float32 tensor; 0 adds nothing, even from a NaN.
+            kept: scalar bool tensor, False to drop the micro-batch, or None.
+        """
+        if not self.weighted:
+            weight = tf.ones(())
+        if kept is not None:
+            weight = tf.where(kept, weight, 0.0)
+            self.dropped.assign_add(tf.where(kept, 0.0, 1.0))
+        share = self._share(weight)
+        self.total.assign_add(share)
+        for gradient, index in zip(gradients, indices):
+            if gradient is None:
+                continue
+            if self.overwrites[index]:
+                self._raise_to(gradient, index)
+            else:
+                _add_to(self.sums[index], weigh(gradient, share, self.sums[index].dtype))
+
+    def _share(self, weight: tf.Tensor) -> tf.Tensor:
+        """`weight` in units of the window's first."""
+        unit = _read(self.unit)
+        unit = tf.where(tf.equal(unit, 0.0), weight, unit)
+        self.unit.assign(unit)
+        return tf.math.divide_no_nan(weight, unit)
+
+    def _raise_to(self, value: tf.Tensor, index: int) -> None:
+        """Keep the largest value of the window; its first replaces the zero."""
+        held, value = _read(self.sums[index]), tf.cast(value, self.sums[index].dtype)
+        reached = tf.convert_to_tensor(self.reached.value)[index]
+        self.sums[index].assign(tf.where(reached, tf.maximum(held, value), value))
+
+    def reduce(self, indices: Sequence[int]) -> list[tf.Tensor]:
+        """The sums of `indices`, `total` and `dropped`, over all replicas."""
+        sums, total = [_read(self.sums[i]) for i in indices], _read(self.total)
+        if _replica.count() > 1:
+            # Each replica has its own unit, and gradients as Keras's losses make them:
+            # of the replica's mean divided by the number of replicas.
+            unit = _read(self.unit)
+            sums = [s * tf.cast(unit * _replica.count(), s.dtype) for s in sums]
+            total *= unit
+        return _replica.sum_over_replicas([*sums, total, _read(self.dropped)])
+
+    def clear(self) -> None:
+        """Forget the sums and their weight, by assignment: 0 times NaN is NaN."""
+        for variable in [*self.sums, self.total, self.unit, self.dropped]:
+            variable.assign(tf.zeros(variable.shape, variable.dtype))
+
+    # For all replicas together.
+
+    def count(self, indices: Sequence[int], length: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """Count one micro-step that gave gradients for `indices`; True if it is the last.
+
+        Args:
+            indices: positions of the trained variables that were added to.
+            length: gives the number of micro-steps of a window that begins now.
+        """
+        taken = tf.convert_to_tensor(self.micro_step.value)
+        held = tf.convert_to_tensor(self.length.value)
+        # A length counts from the start of a window: no change can misalign one.
+        held = tf.where(tf.equal(taken, 0), length(), held)
+        taken += 1
+        self.length.assign(held)
+        self.micro_step.assign(taken)
+        marks = [index in set(indices) for index in range(len(self.sums))]
+        self.reached.assign(tf.logical_or(self.reached.value, marks))
+        return tf.greater_equal(taken, held)
+
+    def restart(self) -> None:
+        """Begin a new window."""
+        self.micro_step.assign(tf.zeros((), "int64"))
+        self.reached.assign(tf.zeros((len(self.sums),), "bool"))
+
+
+def _sum_dtype(variable: keras.Variable, dtype: str | None) -> str:
+    own = keras.backend.standardize_dtype(variable.dtype)
+    if dtype is not None and tf.as_dtype(own).is_floating:
+        return dtype
+    return "float32" if tf.as_dtype(own).size < 4 else own
+
+
+def _own_variable(name: str, shape: Sequence[int], dtype: str) -> keras.Variable:
+    return keras.Variable(
+        "zeros",
+        shape=tuple(shape),
+        dtype=dtype,
+        trainable=False,
+        autocast=False,
+        aggregation="sum",
+        synchronization="on_read",
+        name=name,
+    )
+
+
+def _shared_variable(name: str, shape: Sequence[int], dtype: str) -> keras.Variable:
+    return keras.Variable(
+        "zeros",
+        shape=tuple(shape),
+        dtype=dtype,
+        trainable=False,
+        autocast=False,
+        aggregation="only_first_replica",
+        name=name,
+    )
+
+
+def _read(variable: keras.Variable) -> tf.Tensor:
+    return tf.convert_to_tensor(variable.value)
+
+
+def _add_to(variable: keras.Variable, amount: tf.Tensor | tf.IndexedSlices) -> None:
+    if isinstance(amount, tf.IndexedSlices):
+        # What replicas hold for themselves refuses a scatter; the part on one does not.
+        _replica.local_component(variable.value).scatter_add(amount)
+    else:
+        variable.value.assign_add(amount)

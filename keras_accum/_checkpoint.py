@@ -1,0 +1,42 @@
+"""How a checkpoint of the optimizer is laid out.
+
+The inner optimizer's variables stand under their numbers, as it would save them itself;
+the window's stand beside them, by name. A checkpoint without a window is one of the inner
+optimizer, or of a `LossScaleOptimizer` around it.
+"""
+
+from typing import Any
+
+import keras
+
+
+def split_scaler(
+    saved: dict[str, Any], count: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Take a checkpoint apart: the inner optimizer's state, and the loss scale's.
+
+    A `LossScaleOptimizer` saves an iteration and a learning rate that it does not use,
+    its step counter, its scale, and then the variables of the optimizer inside.
+
+    Args:
+        saved: arrays by their number.
+        count: how many variables the inner optimizer has.
+    """
+    if len(saved) != count + 4:
+        return saved, {}
+    scaler = {"step_counter": saved["2"], "dynamic_scale": saved["3"]}
+    return {str(i): saved[str(i + 4)] for i in range(count)}, scaler
+
+
+def check_saved_window(saved: dict[str, Any], state: dict[str, keras.Variable]) -> None:
+    wrong = [
+        name
+        for name, variable in state.items()
+        if name not in saved or tuple(saved[name].shape) != tuple(variable.shape)
+    ]
+    if wrong:
+        raise ValueError(
+            "The saved window does not fit the variables of this optimizer: "
+            f"{', '.join(wrong)} are missing or of another shape. Build the model and "
+            "the optimizer as they were when saved, then load."
+        )

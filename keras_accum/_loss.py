@@ -1,0 +1,130 @@
+"""What a micro-batch weighs: the denominator of its mean loss.
+
+Keras reduces the losses of a batch to one number and keeps no record of what it divided
+by. A window needs it: the mean over a window is the mean of the micro-batches' means,
+each weighted by its own denominator (samples, tokens that the mask lets through, or the
+sum of sample weights, as the loss's `reduction` says).
+"""
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ._keras_private import listen_to_reductions
+
+SUMS = ("sum", "none", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossTerm:
+    """One loss of a batch, as Keras reduced it.
+
+    Attributes:
+        reduction: Keras's name of how the losses of the samples became one.
+        weight: scalar float32 tensor, what their sum was divided by; None if the loss
+            function had reduced them itself, so that it cannot be known.
+        per_sample: the weight is the number of samples times a constant.
+    """
+
+    reduction: str | None
+    weight: tf.Tensor | None
+    per_sample: bool
+
+
+@contextlib.contextmanager
+def record_terms() -> Iterator[list[LossTerm]]:
+    """Record a `LossTerm` for each Keras loss that is computed inside the context."""
+    terms: list[LossTerm] = []
+    with listen_to_reductions(lambda *reduced: terms.append(describe(*reduced))):
+        yield terms
+
+
+def describe(values: Any, sample_weight: Any, mask: Any, reduction: Any) -> LossTerm:
+    """The term that Keras's reduction of `values` makes, by the rule that it follows."""
+    values = tf.convert_to_tensor(values)
+    if values.shape.rank == 0:
+        return LossTerm(reduction, None, per_sample=False)
+    if reduction == "mean_with_sample_weight" and (
+        sample_weight is not None or mask is not None
+    ):
+        return LossTerm(reduction, _total(sample_weight, mask), per_sample=False)
+    weight = tf.cast(tf.size(values), "float32")
+    if mask is not None:
+        # Keras divides by the entries that the mask lets through.
+        weight *= tf.reduce_mean(tf.cast(mask, "float32"))
+    constant = mask is None and values.shape[1:].is_fully_defined()
+    return LossTerm(reduction, weight, per_sample=constant)
+
+
+def batch_weight(terms: Sequence[LossTerm], summed: bool) -> tf.Tensor | None:
+    """The weight of a micro-batch whose gradient is that of all its terms together.
+
+    Args:
+        terms: the losses of the micro-batch.
+        summed: whether the window adds gradients up instead of averaging them.
+
+    Returns:
+        A scalar float32 tensor, or None if every micro-batch has to count the same.
+
+    Raises:
+        ValueError: if a loss is a sum, and the window takes the mean.
+    """
+    if summed:
+        return None
+    if any(term.reduction in SUMS for term in terms):
+        raise ValueError(
+            "Received a loss with `reduction='sum'` (or None) in an optimizer with "
+            "`reduction='mean'`, which would divide the sum by the window's length. For "
+            "the sum over the window, as the large batch has it, write "
+            "`AccumOptimizer(..., reduction='sum')`; for the mean, give the loss "
+            "`reduction='sum_over_batch_size'`."
+        )
+    if not terms:
+        _warn_unknown("`compute_loss` computes its loss without a Keras loss")
+        return None
+    if any(term.weight is None for term in terms):
+        _warn_unknown("a loss function returns a scalar, whose denominator is lost")
+        return None
+    if len(terms) > 1 and not all(term.per_sample for term in terms):
+        warnings.warn(
+            "This model has several losses, and masks, sample weights or variable "
+            "lengths may give each of them another denominator. One gradient for all of "
+            "them can be weighted by one denominator only: the first loss's is used. It "
+            "is exact if the others are proportional to it from micro-batch to "
+            "micro-batch.",
+            stacklevel=2,
+        )
+    return terms[0].weight
+
+
+def _warn_unknown(reason: str) -> None:
+    warnings.warn(
+        f"The weight of a micro-batch cannot be known, because {reason}. Every "
+        "micro-batch of a window will count the same, which is the large batch only if "
+        "all have the same number of samples. Return one value per sample and let Keras "
+        "take the mean, or call `optimizer.apply(gradients, variables, weight=...)`.",
+        stacklevel=2,
+    )
+
+
+def _total(sample_weight: Any, mask: Any) -> tf.Tensor:
+    if sample_weight is None:
+        return tf.reduce_sum(tf.cast(mask, "float32"))
+    weights = tf.cast(sample_weight, "float32")
+    if mask is not None:
+        weights *= _with_rank_of(weights, tf.cast(mask, "float32"))
+    return tf.reduce_sum(weights)
+
+
+def _with_rank_of(weights: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+    """`mask` with a last axis of 1 added or removed, as Keras matches the two."""
+    if weights.shape.rank == mask.shape.rank + 1:
+        return keras.ops.expand_dims(mask, -1)
+    if mask.shape.rank == weights.shape.rank + 1 and mask.shape[-1] == 1:
+        return keras.ops.squeeze(mask, -1)
+    return mask

@@ -1,0 +1,688 @@
+"""`GradientAccumulationOptimizer`: one update of an inner optimizer per window.
+
+The order at the end of a window is the contract of this file; `_close_window` reads in
+that order: weights and gradients are summed over replicas, the loss scale is undone,
+finiteness is judged on the result, the sum is divided by the weight, its norm noted, it
+is clipped, the inner optimizer updates, and the accumulators are cleared.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.optimizers import LossScaleOptimizer
+
+from . import _replica
+from ._accumulator import Accumulator
+from ._arguments import (
+    check_clipping,
+    check_dtype,
+    check_inner,
+    check_option,
+    check_weight,
+    resolve_optimizer,
+    scaler_settings,
+)
+from ._checkpoint import check_saved_window, split_scaler
+from ._clipping import clip_adaptively
+from ._control import run_either, run_if
+from ._gradients import Gradient, all_finite, check_gradients, global_norm, name_of
+from ._keras_private import (
+    compiled_by_xla,
+    flatten_layers,
+    leave_reduction_to_caller,
+    observe_training_losses,
+    restore_deferred,
+)
+from ._loss import batch_weight, record_terms
+from ._window import AccumSteps, check_accum_steps, checked_steps, trace_schedule
+
+REDUCTIONS = ("mean", "sum")
+ON_NONFINITE = ("propagate", "skip_micro_batch", "skip_window", "raise")
+
+# The weight of the micro-batch whose loss was computed last in this thread, between
+# `compute_loss` and `apply`, and the optimizer that it is meant for.
+_announced = threading.local()
+
+
+@keras.saving.register_keras_serializable(package="keras_accum")
+class GradientAccumulationOptimizer(LossScaleOptimizer):
+    """Accumulates the gradients of a window of micro-batches into one update.
+
+    `AccumOptimizer` is the same class. The data yield micro-batches; every
+    `accum_steps`-th call of `apply` updates the weights, and that update is the one
+    that the window's samples would make as one large batch:
+
+    ```python
+    model.compile(optimizer=AccumOptimizer("adamw", accum_steps=8), loss="mse")
+    model.fit(x, y, batch_size=16)  # updates as a batch of 128
+    ```
+
+    Micro-batches weigh what they hold. In `model.fit` the weight is the denominator of
+    the compiled loss: samples, tokens under the mask, or the sum of sample weights, as
+    its `reduction` says. A custom loop passes it: `apply(..., weight=...)`.
+
+    Between the ends of windows nothing of the inner optimizer runs. Its clipping, weight
+    decay, moving averages, constraints and learning rate schedule see one gradient per
+    update, and `iterations` counts updates.
+
+    Under `mixed_float16`, of the global policy or of any layer of the model, or with a
+    `LossScaleOptimizer` inside, the loss is scaled. The scale is constant within a
+    window; an overflow anywhere in it skips the whole window and halves the scale once;
+    its growth counts updates.
+
+    Exactness: weights, slots and moving averages equal those of the large batch to
+    float32 rounding (1e-6 relative) for linear optimizers. An optimizer that divides by
+    its own statistics, as Adam does, can turn rounding into 2e-5. It does not hold for
+    layers or losses that couple the samples of a batch, as BatchNormalization does.
+    Several losses with different masks are exact only if their denominators are
+    proportional; a warning says so. A window whose weight is zero in all updates with a
+    gradient of zero.
+
+    Memory: one float32 copy of the trained variables, whatever their dtype.
+
+    Args:
+        inner_optimizer: A Keras optimizer, its name or config, or a
+            `keras.optimizers.LossScaleOptimizer` around one, whose settings are taken
+            over. It must not accumulate gradients itself.
+        accum_steps: int of at least 1, the micro-batches of a window; 1 is the inner
+            optimizer itself. Or a function from the index of an update (a scalar int64
+            tensor, 0 for the first) to such an int; it may use `if`, or
+            `keras.ops.where`. A change takes effect at the next window.
+        reduction: `"mean"`, the weighted mean over the window, for losses that are
+            means; or `"sum"`, for losses with `reduction="sum"`.
+        accumulator_dtype: `"float32"` or `"float64"`. By default each variable's own,
+            but float32 at least.
+        adaptive_clip_factor: float above 0. Clips each unit's gradient to this multiple
+            of the norm of its weights (adaptive gradient clipping, Brock et al. 2021),
+            once per window. Instead of the inner optimizer's own clipping.
+        on_nonfinite: What to do about an infinity or a NaN in a gradient, where the
+            loss is not scaled dynamically: `"propagate"` it, as Keras does;
+            `"skip_micro_batch"`; `"skip_window"`; or `"raise"`, at once and with
+            nothing changed (not possible in functions that XLA compiles).
+        name: String. The name of the optimizer.
+
+    Raises:
+        ValueError: for an optimizer that accumulates already or wraps one that does,
+            `accum_steps` below 1, two ways of clipping at once, or an unknown option.
+        TypeError: for `accum_steps` that is no integer, or an `inner_optimizer` that is
+            no optimizer.
+
+    References:
+        Goyal et al., 2017, "Accurate, Large Minibatch SGD", on what an update over
+        several workers or passes has to mean; Micikevicius et al., 2018, "Mixed
+        Precision Training", on dynamic loss scaling.
+    """
+
+    _accumulator: Accumulator  # made by `build`
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer | str | dict[str, Any],
+        accum_steps: AccumSteps,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        accumulator_dtype: str | None = None,
+        adaptive_clip_factor: float | None = None,
+        on_nonfinite: Literal[
+            "propagate", "skip_micro_batch", "skip_window", "raise"
+        ] = "propagate",
+        name: str | None = None,
+    ) -> None:
+        inner = resolve_optimizer(inner_optimizer)
+        accum_steps = check_accum_steps(accum_steps)
+        check_option("reduction", reduction, REDUCTIONS)
+        check_option("on_nonfinite", on_nonfinite, ON_NONFINITE)
+        dtype = check_dtype(accumulator_dtype)
+        scaler = inner if isinstance(inner, LossScaleOptimizer) else None
+        if scaler is not None:
+            inner = scaler.inner_optimizer
+        check_inner(inner)
+        check_clipping(inner, adaptive_clip_factor)
+        static_scale = None if scaler is not None else inner.loss_scale_factor
+
+        settings = {} if scaler is None else scaler_settings(scaler)
+        super().__init__(inner, name=name, **settings)
+        self.reduction = reduction
+        self.accumulator_dtype = dtype
+        self.adaptive_clip_factor = adaptive_clip_factor
+        self.on_nonfinite = on_nonfinite
+        self._scaler_inside = scaler is not None
+        self.scales_dynamically = scaler is not None
+        self._static_scale = static_scale
+        self._accum_steps = accum_steps
+        self._add_counters()
+        self._sealed = True
+        observe_training_losses(_announce_weight)
+
+    # ------------------------------------------------------------------ variables
+
+    def _add_counters(self) -> None:
+        def counter(name: str, dtype: str, initial: float) -> keras.Variable:
+            return self.add_variable(
+                shape=(),
+                dtype=dtype,
+                initializer=keras.initializers.Constant(initial),
+                aggregation="only_first_replica",
+                name=name,
+            )
+
+        self.step_counter = counter("step_counter", "int64", 0)
+        self.dynamic_scale = counter("dynamic_scale", "float32", self.initial_scale)
+        self._skipped_windows = counter("skipped_windows", "int64", 0)
+        self._skipped_micro_batches = counter("skipped_micro_batches", "int64", 0)
+        self._last_gradient_norm = counter("last_gradient_norm", "float32", 0)
+        steps = self._accum_steps
+        self._length = counter("accum_steps", "int64", 1 if callable(steps) else steps)
+        self._schedule = trace_schedule(steps) if callable(steps) else None
+
+    def build(self, var_list: Sequence[keras.Variable]) -> None:
+        """Create the accumulators and the variables of the inner optimizer.
+
+        Args:
+            var_list: the variables to train.
+        """
+        if self.built:
+            return
+        # Out of any graph that is being traced: variables outlive it.
+        with tf.init_scope(), keras.name_scope(self.name, caller=self):
+            if not self.inner_optimizer.built:
+                self.inner_optimizer.build(list(var_list))
+            if _replica.count() > 1:
+                leave_reduction_to_caller(self.inner_optimizer)
+            accumulator = Accumulator(
+                var_list, self.accumulator_dtype, weighted=self.reduction == "mean"
+            )
+        keras.optimizers.Optimizer.build(self, list(var_list))
+        for variable in accumulator.variables:
+            self._track_variable(variable)
+        self._accumulator = accumulator
+        restore_deferred(self)
+
+    @property
+    def micro_step(self) -> keras.Variable | int:
+        """How many micro-batches the window holds; 0 before the first `apply`."""
+        return 0 if not self.built else self._accumulator.micro_step
+
+    @property
+    def skipped_windows(self) -> keras.Variable:
+        """How many windows were skipped because of an overflow, an infinity or a NaN."""
+        return self._skipped_windows
+
+    @property
+    def skipped_micro_batches(self) -> keras.Variable:
+        """How many micro-batches `on_nonfinite="skip_micro_batch"` has left out."""
+        return self._skipped_micro_batches
+
+    @property
+    def last_gradient_norm(self) -> keras.Variable:
+        """The L2 norm of the last update's mean gradient, unscaled, before clipping."""
+        return self._last_gradient_norm
+
+    @property
+    def accum_steps(self) -> AccumSteps:
+        """The micro-batches of a window, or the schedule of them. Settable.
+
+        Setting it to another int takes effect at the next window, without retracing.
+        """
+        return self._accum_steps
+
+    @accum_steps.setter
+    def accum_steps(self, accum_steps: int) -> None:
+        if self._schedule is not None or callable(accum_steps):
+            raise TypeError(
+                "`accum_steps` can be set to an integer only, and only if it was one at "
+                f"construction. Received: {accum_steps!r}, for an optimizer constructed "
+                f"with {self._accum_steps!r}. To change a schedule, construct a new "
+                "optimizer."
+            )
+        self._accum_steps = check_accum_steps(accum_steps)
+        self._length.assign(self._accum_steps)
+
+    @property
+    def window_length(self) -> int:
+        """The micro-batches of the window that is open; changes at its end."""
+        return (
+            0
+            if not self.built
+            else int(keras.ops.convert_to_numpy(self._accumulator.length))
+        )
+
+    @property
+    def accumulator_bytes(self) -> int:
+        """The memory of the accumulators on one replica; 0 before they are built."""
+        sums = [] if not self.built else self._accumulator.sums
+        return sum(v.value.dtype.size * int(np.prod(v.shape)) for v in sums)
+
+    @property
+    def optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """The parts of an inner MultiOptimizer; missing for any other, as in Keras."""
+        return self.inner_optimizer.optimizers
+
+    @property
+    def loss_scale_factor(self) -> float:
+        """The constant loss scale that was set on the inner optimizer, or 1."""
+        return self.__dict__.get("_static_scale") or 1.0
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: float | None) -> None:
+        # Keras's base class sets it while constructing; after that, only a wrapper does.
+        if self.__dict__.get("_sealed"):
+            raise ValueError(
+                "Another optimizer was put around GradientAccumulationOptimizer. A "
+                "LossScaleOptimizer there would drop single micro-batches from a window, "
+                "and count its growth in micro-steps. Write "
+                "`AccumOptimizer(LossScaleOptimizer(inner), accum_steps=...)`, or leave "
+                "it out: under mixed_float16 AccumOptimizer scales the loss by itself."
+            )
+
+    # ----------------------------------------------------------------- loss scale
+
+    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+        """Multiply a loss by the loss scale, if there is one.
+
+        The scale is dynamic if a `LossScaleOptimizer` was passed in, or if the global
+        dtype policy, or a layer of the model in `fit`, is `mixed_float16`. A custom loop
+        for a model with a `mixed_float16` policy of its own passes a
+        `LossScaleOptimizer` in.
+
+        Args:
+            loss: scalar float tensor.
+
+        Returns:
+            The scaled loss, whose gradients `apply` expects.
+
+        Raises:
+            ValueError: if `loss` comes from this function already.
+        """
+        if getattr(loss, "_keras_accum_scaled", False):
+            raise ValueError(
+                "Received a loss that `scale_loss` has scaled already. Scale it once: "
+                "`model.fit` calls `scale_loss` itself."
+            )
+        if keras.config.dtype_policy().compute_dtype == "float16":
+            self.scales_dynamically = True
+        scale = self._scale()
+        if scale is None:
+            return loss
+        scaled = tf.multiply(loss, tf.cast(scale, loss.dtype))
+        scaled._keras_accum_scaled = True
+        return scaled
+
+    def _scale(self) -> keras.Variable | float | None:
+        return self.dynamic_scale if self.scales_dynamically else self._static_scale
+
+    # --------------------------------------------------------------------- a step
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Any,
+        weight: tf.Tensor | float | None = None,
+    ) -> keras.Variable:
+        """`apply`, for pairs of a gradient and a variable; returns `iterations`."""
+        grads, variables = zip(*grads_and_vars)
+        self.apply(grads, variables, weight)
+        return self.iterations
+
+    def apply(
+        self,
+        grads: Sequence[Gradient],
+        trainable_variables: Sequence[keras.Variable] | None = None,
+        weight: tf.Tensor | float | None = None,
+    ) -> None:
+        """Add the gradients of one micro-batch; at the end of a window, update.
+
+        Args:
+            grads: the gradient of the micro-batch's loss for each variable, as
+                `scale_loss` scaled it: a tensor, a `tf.IndexedSlices`, or None.
+            trainable_variables: the variables, in the order of `grads`. By default those
+                that the optimizer was built with.
+            weight: scalar, the denominator of the micro-batch's mean loss: its samples,
+                tokens, or sum of sample weights. 0 leaves it out, even if its gradient
+                is NaN. By default what `model.compute_loss` divided by if it was called
+                before, else 1.
+
+        Raises:
+            ValueError: if gradients do not fit the variables, all are None, a variable
+                was not there when the optimizer was built, or the weight is negative.
+                Nothing has changed then.
+            tf.errors.InvalidArgumentError: for a gradient that is not finite, with
+                `on_nonfinite="raise"`.
+        """
+        grads, announced = list(grads), _take_announced(self)
+        if not grads:
+            return
+        variables = self._check(grads, trainable_variables)
+        weight = check_weight(announced if weight is None else weight)
+        window = self._accumulator
+        indices = [self._get_variable_index(v) for v in variables]
+        given = [i for i, g in zip(indices, grads) if g is not None]
+
+        guards, kept = self._screen([g for g in grads if g is not None])
+        with tf.control_dependencies(guards):
+            window.add(grads, indices, weight, kept)
+        _replica.together(
+            lambda: run_if(
+                window.count(given, self._next_length),
+                lambda: self._close_window(given),
+            )
+        )
+
+    def _check(
+        self, grads: list[Gradient], variables: Sequence[keras.Variable] | None
+    ) -> list[keras.Variable]:
+        """The variables that belong to `grads`, known to this optimizer."""
+        if variables is None:
+            if not self.built:
+                raise ValueError(
+                    "Received gradients without variables, and the optimizer is not "
+                    "built yet. Pass the variables too, or call "
+                    "`optimizer.build(variables)` before."
+                )
+            variables = self._trainable_variables
+        variables = list(variables)
+        check_gradients(grads, variables)
+        if not self.built:
+            self.build(variables)
+        for variable in variables:
+            if self._var_key(variable) not in self._trainable_variables_indices:
+                raise ValueError(
+                    f"Received a gradient for '{name_of(variable)}', which was not among "
+                    "the variables that this optimizer was built with (a layer that was "
+                    "frozen then, perhaps). After a change of `trainable`, compile the "
+                    "model with a new optimizer: `model.compile(optimizer="
+                    "AccumOptimizer.from_config(model.optimizer.get_config()), ...)`."
+                )
+        return variables
+
+    def _screen(
+        self, grads: Sequence[tf.Tensor | tf.IndexedSlices]
+    ) -> tuple[list[tf.Operation], tf.Tensor | None]:
+        """By `on_nonfinite`: what must hold before anything changes, and what to keep.
+
+        Returns:
+            Operations that have to run first, and whether to keep the micro-batch.
+        """
+        if self.scales_dynamically:
+            return [], None
+        if self.on_nonfinite == "skip_micro_batch":
+            return [], all_finite(grads)
+        if self.on_nonfinite == "raise":
+            return [_assert_finite(grads)], None
+        return [], None
+
+    def _next_length(self) -> tf.Tensor:
+        if self._schedule is None:
+            return tf.convert_to_tensor(self._length.value)
+        update = tf.cast(tf.convert_to_tensor(self.iterations), "int64")
+        return checked_steps(self._schedule(update))
+
+    # -------------------------------------------------------- the end of a window
+
+    def _close_window(self, given: Sequence[int]) -> None:
+        """Update with what the window holds, and begin the next one.
+
+        Runs for all replicas together. `given` are the variables whose gradient the
+        last micro-batch had.
+        """
+        self._for_those_reached(given, self._update_or_skip)
+        _replica.on_each(self._accumulator.clear)
+        self._accumulator.restart()
+
+    def _for_those_reached(self, given: Sequence[int], update: Any) -> None:
+        """Call `update` on the indices of the variables that the window has reached.
+
+        A variable without any gradient in the window is left alone, as Keras leaves it:
+        no decay, no momentum. What is known when tracing are the gradients of the last
+        micro-batch; where others have been reached before it, all are updated.
+        """
+        every = range(len(self._accumulator.sums))
+        others = [i for i in every if i not in set(given)]
+        if not others:
+            update(given)
+            return
+        reached = tf.convert_to_tensor(self._accumulator.reached.value)
+        if tf.executing_eagerly():
+            update(np.flatnonzero(reached.numpy()).tolist())
+            return
+        run_either(
+            tf.reduce_any(tf.gather(reached, others)),
+            lambda: update(list(every)),
+            lambda: update(given) if given else None,
+        )
+
+    def _update_or_skip(self, indices: Sequence[int]) -> None:
+        sums = _replica.on_each(self._accumulator.reduce, indices)
+        if not (self.scales_dynamically or self.on_nonfinite.startswith("skip")):
+            _replica.on_each(self._update, indices, sums)
+            return
+        usable = _replica.first_of(_replica.on_each(self._usable, sums))
+        run_either(
+            usable,
+            lambda: _replica.on_each(self._update, indices, sums),
+            lambda: self._skipped_windows.assign_add(1),
+        )
+        if self.scales_dynamically:
+            self._adapt_scale(usable)
+        else:
+            dropped = _replica.first_of(_replica.on_each(lambda s: s[-1], sums))
+            self._skipped_micro_batches.assign_add(tf.cast(dropped, "int64"))
+
+    def _usable(self, sums: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Whether the reduced window may be applied: finite, and not dropped whole."""
+        *gradients, total, dropped = sums
+        emptied = tf.logical_and(tf.equal(total, 0.0), tf.greater(dropped, 0.0))
+        return tf.logical_and(all_finite(gradients), tf.logical_not(emptied))
+
+    def _update(self, indices: Sequence[int], sums: Sequence[tf.Tensor]) -> None:
+        """Make one step of the inner optimizer with the mean gradient of the window."""
+        variables = [self._trainable_variables[i] for i in indices]
+        divisor = tf.ones(()) if self.reduction == "sum" else sums[-2]
+        if (scale := self._scale()) is not None:
+            divisor = divisor * tf.cast(scale, "float32")
+        replaced = [self._accumulator.overwrites[i] for i in indices]
+        grads = [
+            s if as_is else tf.math.divide_no_nan(s, tf.cast(divisor, s.dtype))
+            for s, as_is in zip(sums[:-2], replaced)
+        ]
+        norm = global_norm([g for g, as_is in zip(grads, replaced) if not as_is])
+        self._last_gradient_norm.assign(norm)
+        grads = [tf.cast(g, v.dtype) for g, v in zip(grads, variables)]
+        if (factor := self.adaptive_clip_factor) is not None:
+            weights = [tf.convert_to_tensor(v) for v in variables]
+            clipped = clip_adaptively(grads, weights, factor)
+            grads = [g if r else c for g, c, r in zip(grads, clipped, replaced)]
+        self.inner_optimizer.apply(grads, variables)
+
+    def _adapt_scale(self, finite: tf.Tensor) -> None:
+        """Halve the scale after an overflow; double it after enough updates without."""
+        updates = tf.convert_to_tensor(self.step_counter.value) + 1
+        grown = tf.greater_equal(updates, self.dynamic_growth_steps)
+        factor = tf.where(finite, tf.where(grown, 2.0, 1.0), 0.5)
+        restart = tf.logical_or(grown, tf.logical_not(finite))
+        self.dynamic_scale.assign(self.dynamic_scale.value * factor)
+        self.step_counter.assign(tf.where(restart, tf.zeros_like(updates), updates))
+
+    def flush(self) -> None:
+        """Update now with what the window holds, divided by what it really weighs.
+
+        Does nothing if the window is empty. Under a strategy, call it in
+        `strategy.run`.
+        """
+        if not self.built:
+            return
+        _replica.together(
+            lambda: run_if(
+                tf.greater(self._accumulator.micro_step.value, 0),
+                lambda: self._close_window([]),
+            )
+        )
+
+    def reset(self) -> None:
+        """Drop what the window holds. Weights and counters stay as they are."""
+        if not self.built:
+            return
+
+        def drop() -> None:
+            _replica.on_each(self._accumulator.clear)
+            self._accumulator.restart()
+
+        _replica.together(drop)
+
+    # ---------------------------------------------------------------------- state
+
+    def save_own_variables(self, store: Any) -> None:
+        """Save the inner optimizer's variables as it would itself, and then the window's.
+
+        With its layout kept, a checkpoint of the inner optimizer and one of the wrapper
+        differ in the window's entries alone.
+        """
+        self.inner_optimizer.save_own_variables(store)
+        for name, variable in self._window_state().items():
+            store[name] = variable.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load what `save_own_variables` saved, or a checkpoint without a window.
+
+        The latter comes from the inner optimizer on its own, or from a
+        `LossScaleOptimizer` around it. The window is then empty.
+
+        Raises:
+            ValueError: if the saved window belongs to other variables. Nothing has
+                changed then.
+        """
+        saved = {key: store[key] for key in list(store.keys())}
+        state = self._window_state()
+        inner = {key: value for key, value in saved.items() if key.isdecimal()}
+        window = {key: value for key, value in saved.items() if key in state}
+        if window:
+            check_saved_window(window, state)
+        else:
+            inner, window = split_scaler(inner, len(self.inner_optimizer.variables))
+        self.inner_optimizer.load_own_variables(inner)
+        self.reset()
+        for name, value in window.items():
+            state[name].assign(value)
+
+    def _window_state(self) -> dict[str, keras.Variable]:
+        """The variables that make an interrupted window go on, by name."""
+        accumulator = [] if not self.built else self._accumulator.variables
+        counters = [
+            self.step_counter,
+            self.dynamic_scale,
+            self._skipped_windows,
+            self._skipped_micro_batches,
+            self._last_gradient_norm,
+        ]
+        return {variable.name: variable for variable in [*counters, *accumulator]}
+
+    def __dir__(self) -> list[str]:
+        """All attributes, but for the inner optimizer.
+
+        Keras's saving walks through `dir()`, and would save it a second time.
+        """
+        return [name for name in super().__dir__() if name != "inner_optimizer"]
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict:
+        """What `tf.train.Checkpoint` saves: the inner's state, and then the window's.
+
+        As in `save_own_variables`, so that a checkpoint of the inner optimizer loads.
+        """
+        if save_type != "checkpoint":
+            return super()._trackable_children(save_type, **kwargs)
+        children = self.inner_optimizer._trackable_children(save_type, **kwargs)
+        return {**children, **self._window_state()}
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments of the constructor, serialised."""
+        steps = self._accum_steps
+        return {
+            "name": self.name,
+            "inner_optimizer": self._inner_config(),
+            "accum_steps": (
+                keras.saving.serialize_keras_object(steps) if callable(steps) else steps
+            ),
+            "reduction": self.reduction,
+            "accumulator_dtype": self.accumulator_dtype,
+            "adaptive_clip_factor": self.adaptive_clip_factor,
+            "on_nonfinite": self.on_nonfinite,
+        }
+
+    def _inner_config(self) -> dict[str, Any]:
+        config = keras.saving.serialize_keras_object(self.inner_optimizer)
+        if self._static_scale is not None:
+            config["config"]["loss_scale_factor"] = self._static_scale
+        if not self._scaler_inside:
+            return config
+        return {
+            "module": "keras.optimizers",
+            "class_name": "LossScaleOptimizer",
+            "config": {
+                "name": "loss_scale_optimizer",
+                "inner_optimizer": config,
+                "initial_scale": self.initial_scale,
+                "dynamic_growth_steps": self.dynamic_growth_steps,
+            },
+            "registered_name": None,
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> "GradientAccumulationOptimizer":
+        """An optimizer with the arguments in `config`, and no state."""
+        config = dict(config)
+        for argument in ("inner_optimizer", "accum_steps"):
+            if isinstance(config[argument], dict):
+                config[argument] = keras.saving.deserialize_keras_object(
+                    config[argument], custom_objects=custom_objects
+                )
+        return cls(**config)
+
+
+AccumOptimizer = GradientAccumulationOptimizer
+
+
+def _assert_finite(grads: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Operation:
+    if compiled_by_xla():
+        raise ValueError(
+            "Received `on_nonfinite='raise'` in a function that XLA compiles, where "
+            "nothing can be raised. Pass `jit_compile=False` to `model.compile`, or use "
+            "'skip_window' or 'skip_micro_batch'."
+        )
+    return tf.debugging.Assert(
+        all_finite(grads),
+        [
+            "A gradient holds an infinity or a NaN. Nothing was added to the window. Use "
+            "on_nonfinite='skip_window' or 'skip_micro_batch' to train on without it."
+        ],
+    )
+
+
+@contextlib.contextmanager
+def _announce_weight(model: keras.Model) -> Iterator[None]:
+    """Note what the training loss that is computed inside of this context weighs."""
+    optimizer = getattr(model, "optimizer", None)
+    if not isinstance(optimizer, GradientAccumulationOptimizer):
+        yield
+        return
+    with record_terms() as terms:
+        yield
+    weight = batch_weight(terms, summed=optimizer.reduction == "sum")
+    _announced.weight, _announced.optimizer = weight, optimizer
+    if any(layer.compute_dtype == "float16" for layer in flatten_layers(model)):
+        optimizer.scales_dynamically = True
+
+
+def _take_announced(optimizer: GradientAccumulationOptimizer) -> tf.Tensor | None:
+    """The weight that was noted for this optimizer, once; None if there is none."""
+    meant = getattr(_announced, "optimizer", None) is optimizer
+    weight = _announced.weight if meant else None
+    _announced.optimizer = _announced.weight = None
+    if weight is None or tf.executing_eagerly():
+        return weight
+    return weight if weight.graph is tf.compat.v1.get_default_graph() else None

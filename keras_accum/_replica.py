@@ -1,0 +1,63 @@
+"""Replicas: the one file that names `tf.distribute`.
+
+A micro-step of the optimizer has two parts. Each replica adds its gradient to its own
+sum (replica context); then all of them together count the micro-step and, at the end of
+a window, reduce, update and reset (cross-replica context). TensorFlow demands this
+order: a conditional around anything that reduces must stand outside of the replicas.
+Without a strategy all of it is the same plain call.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def count() -> int:
+    """The number of replicas that make one update together."""
+    return tf.distribute.get_strategy().num_replicas_in_sync
+
+
+def together(function: Callable[[], Any]) -> None:
+    """Run `function` once for all replicas. To be called on each of them."""
+    if _merges():
+        context = tf.distribute.get_replica_context()
+        context.merge_call(lambda _: function())
+    else:
+        function()
+
+
+def on_each(function: Callable[..., Any], *args: Any) -> Any:
+    """Run `function` on each replica, from inside of `together`."""
+    if tf.distribute.in_cross_replica_context() and _merges():
+        strategy = tf.distribute.get_strategy()
+        return strategy.extended.call_for_each_replica(function, args=args)
+    return function(*args)
+
+
+def first_of(value: Any) -> Any:
+    """The value of one replica, where all of them hold the same."""
+    return tf.distribute.get_strategy().experimental_local_results(value)[0]
+
+
+def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The sums of `tensors` over all replicas, in one batched reduction."""
+    if count() == 1:
+        return list(tensors)
+    context = tf.distribute.get_replica_context()
+    # Inside of a conditional, the value of a variable has no device to reduce on:
+    # its identity has.
+    tensors = [tf.identity(tensor) for tensor in tensors]
+    return list(context.all_reduce(tf.distribute.ReduceOp.SUM, tensors))
+
+
+def local_component(variable: tf.Variable) -> tf.Variable:
+    """The part on this replica of a variable that each replica holds for itself."""
+    local = getattr(variable, "_get_on_device_or_primary", None)
+    return variable if local is None else local()
+
+
+def _merges() -> bool:
+    if not tf.distribute.has_strategy():
+        return False
+    return not tf.__internal__.distribute.strategy_supports_no_merge_call()

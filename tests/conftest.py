@@ -1,0 +1,24 @@
+"""What every test starts from: quiet TensorFlow, Keras's defaults, fixed seeds."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    """Undo what a test may set globally, so that no test sees another."""
+    keras.backend.clear_session()
+    keras.config.set_dtype_policy("float32")
+    keras.utils.set_random_seed(7)
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(params=["eager", "graph", "xla"])
+def mode(request):
+    """How a training step runs; `helpers.compile_in` takes it."""
+    return request.param

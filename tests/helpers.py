@@ -1,0 +1,99 @@
+"""Comparisons that raise, and small models and data for them.
+
+Data are unequal on purpose: batch sizes, lengths and weights differ, so that mean, sum,
+first, last and maximum all differ, and so do a weighted mean and a plain one.
+"""
+
+import keras
+import numpy as np
+
+SAMPLES = 26
+
+
+def assert_close(actual, expected, rtol=1e-6, what=""):
+    """Raise unless two lists of arrays agree to `rtol` of each array's largest value."""
+    actual, expected = _arrays(actual), _arrays(expected)
+    assert len(actual) == len(expected), f"{what}: {len(actual)} != {len(expected)} arrays"
+    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        assert a.shape == e.shape, f"{what}[{i}]: shape {a.shape} != {e.shape}"
+        np.testing.assert_allclose(
+            a, e, rtol=rtol, atol=rtol * np.abs(e).max(initial=0), err_msg=f"{what}[{i}]"
+        )
+
+
+def assert_differ(actual, expected, by=1e-3, what=""):
+    """Raise unless some array differs by more than `by` of the largest value: a control."""
+    pairs = list(zip(_arrays(actual), _arrays(expected), strict=True))
+    gap = max(np.abs(a - e).max() / max(np.abs(e).max(), 1e-30) for a, e in pairs)
+    assert gap > by, f"{what}: differ by {gap:.1e} only, the control proves nothing"
+
+
+def assert_equal(actual, expected, what=""):
+    """Raise unless two lists of arrays are the same to the bit."""
+    for i, (a, e) in enumerate(zip(_arrays(actual), _arrays(expected), strict=True)):
+        np.testing.assert_array_equal(a, e, err_msg=f"{what}[{i}]")
+
+
+def _arrays(values):
+    if isinstance(values, (list, tuple)):
+        return [np.asarray(keras.ops.convert_to_numpy(value)) for value in values]
+    return [np.asarray(keras.ops.convert_to_numpy(values))]
+
+
+def data(samples=SAMPLES, features=5, outputs=3, seed=0):
+    """Random inputs and targets, float32, of scale 1."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(samples, features)).astype("float32")
+    y = rng.normal(size=(samples, outputs)).astype("float32")
+    return x, y
+
+
+def dense_model(features=5, outputs=3, **options):
+    """A small regression model, the same at each call."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((features,))
+    hidden = keras.layers.Dense(8, "tanh", **options)(inputs)
+    return keras.Model(inputs, keras.layers.Dense(outputs, **options)(hidden))
+
+
+def compile_in(model, mode, optimizer, loss="mse", **options):
+    """Compile `model` to run its steps in `mode`: "eager", "graph" or "xla"."""
+    # Built here: ScheduleFreeAdamW, built by Keras while tracing, starts from zeros.
+    optimizer.build(model.trainable_variables)
+    model.compile(
+        optimizer,
+        loss=loss,
+        run_eagerly=mode == "eager",
+        jit_compile=mode == "xla",
+        **options,
+    )
+    return model
+
+
+def fit(model, x, y, batch_size, epochs=1, **options):
+    """Train in the order of the data, silently; returns the History."""
+    return model.fit(
+        x, y, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, **options
+    )
+
+
+def slots(optimizer):
+    """The state of a plain optimizer, or of the one inside of a wrapper, as arrays."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return [v.numpy() for v in inner.variables]
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches of the given sizes, in order: `Batches([4, 4, 2], x, y)`."""
+
+    def __init__(self, sizes, *arrays):
+        super().__init__()
+        self.bounds = np.cumsum([0, *sizes])
+        self.arrays = arrays
+
+    def __len__(self):
+        return len(self.bounds) - 1
+
+    def __getitem__(self, i):
+        rows = slice(self.bounds[i], self.bounds[i + 1])
+        return tuple(array[rows] for array in self.arrays)
