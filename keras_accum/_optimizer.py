@@ -90,7 +90,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
             `keras.optimizers.LossScaleOptimizer` around one, whose settings are taken
             over. It must not accumulate gradients itself.
         accum_steps: int of at least 1, the micro-batches of a window; 1 is the inner
-            optimizer itself. Or a function from the index of an update (a scalar int64
+            optimizer itself. Or a function from the index of an update (a scalar int32
             tensor, 0 for the first) to such an int; it may use `if`, or
             `keras.ops.where`. A change takes effect at the next window.
         reduction: `"mean"`, the weighted mean over the window, for losses that are
@@ -138,9 +138,9 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         check_option("reduction", reduction, REDUCTIONS)
         check_option("on_nonfinite", on_nonfinite, ON_NONFINITE)
         dtype = check_dtype(accumulator_dtype)
-        scaler = inner if isinstance(inner, LossScaleOptimizer) else None
-        if scaler is not None:
-            inner = scaler.inner_optimizer
+        scaler = None
+        if isinstance(inner, LossScaleOptimizer) and not isinstance(inner, type(self)):
+            scaler, inner = inner, inner.inner_optimizer
         check_inner(inner)
         check_clipping(inner, adaptive_clip_factor)
         static_scale = None if scaler is not None else inner.loss_scale_factor
@@ -418,7 +418,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
     def _next_length(self) -> tf.Tensor:
         if self._schedule is None:
             return tf.convert_to_tensor(self._length.value)
-        update = tf.cast(tf.convert_to_tensor(self.iterations), "int64")
+        update = tf.cast(tf.convert_to_tensor(self.iterations), "int32")
         return checked_steps(self._schedule(update))
 
     # -------------------------------------------------------- the end of a window
@@ -506,6 +506,14 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         restart = tf.logical_or(grown, tf.logical_not(finite))
         self.dynamic_scale.assign(self.dynamic_scale.value * factor)
         self.step_counter.assign(tf.where(restart, tf.zeros_like(updates), updates))
+
+    def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
+        """Let the inner optimizer put its averages in place, as `fit` does at its end.
+
+        Before the first update there are none, only zeros.
+        """
+        if keras.ops.convert_to_numpy(self.iterations) > 0:
+            self.inner_optimizer.finalize_variable_values(var_list)
 
     def flush(self) -> None:
         """Update now with what the window holds, divided by what it really weighs.

@@ -23,7 +23,7 @@ def check_accum_steps(accum_steps: Any) -> AccumSteps:
         return _check_count(accum_steps, "")
     schedule = trace_schedule(accum_steps)
     for update in PROBES:
-        steps = schedule(tf.constant(update, "int64"))
+        steps = schedule(tf.constant(update, "int32"))
         _check_count(steps.numpy()[()], f" from the schedule at update {update}")
     return accum_steps
 
@@ -34,7 +34,7 @@ def trace_schedule(schedule: Callable[[Any], Any]) -> Callable[[tf.Tensor], tf.T
     AutoGraph converts it, so that it may use `if` and comparisons on the update index.
 
     Returns:
-        A function from the index of the update to be made (scalar int64 tensor, 0 for
+        A function from the index of the update to be made (scalar int32 tensor, 0 for
         the first of training) to the length of its window (scalar tensor).
     """
     return tf.function(lambda update: tf.convert_to_tensor(schedule(update)))

@@ -6,6 +6,7 @@ first, last and maximum all differ, and so do a weighted mean and a plain one.
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 SAMPLES = 26
 
@@ -13,7 +14,9 @@ SAMPLES = 26
 def assert_close(actual, expected, rtol=1e-6, what=""):
     """Raise unless two lists of arrays agree to `rtol` of each array's largest value."""
     actual, expected = _arrays(actual), _arrays(expected)
-    assert len(actual) == len(expected), f"{what}: {len(actual)} != {len(expected)} arrays"
+    assert len(actual) == len(expected), (
+        f"{what}: {len(actual)} != {len(expected)} arrays"
+    )
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
         assert a.shape == e.shape, f"{what}[{i}]: shape {a.shape} != {e.shape}"
         np.testing.assert_allclose(
@@ -22,7 +25,7 @@ def assert_close(actual, expected, rtol=1e-6, what=""):
 
 
 def assert_differ(actual, expected, by=1e-3, what=""):
-    """Raise unless some array differs by more than `by` of the largest value: a control."""
+    """Raise unless some array differs by more than `by` of its largest value."""
     pairs = list(zip(_arrays(actual), _arrays(expected), strict=True))
     gap = max(np.abs(a - e).max() / max(np.abs(e).max(), 1e-30) for a, e in pairs)
     assert gap > by, f"{what}: differ by {gap:.1e} only, the control proves nothing"
@@ -97,3 +100,30 @@ class Batches(keras.utils.PyDataset):
     def __getitem__(self, i):
         rows = slice(self.bounds[i], self.bounds[i + 1])
         return tuple(array[rows] for array in self.arrays)
+
+
+def in_mode(function, mode):
+    """`function` as it runs in `mode`: as it is, in a graph, or compiled by XLA."""
+    if mode == "eager":
+        return function
+    return tf.function(function, jit_compile=mode == "xla", autograph=False)
+
+
+def state(optimizer):
+    """Copies of all variables of an optimizer, the open window's included."""
+    return [v.numpy().copy() for v in optimizer.variables]
+
+
+def variable(*values, dtype="float32", name=None):
+    """A trainable vector."""
+    return keras.Variable(np.array(values), dtype=dtype, name=name)
+
+
+def assert_refused(function, error, message):
+    """Raise unless `function()` raises `error` with exactly `message`."""
+    try:
+        function()
+    except error as caught:
+        assert str(caught) == message
+    else:
+        raise AssertionError(f"nothing was raised, instead of: {message}")
