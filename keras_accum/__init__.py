@@ -3,7 +3,11 @@
 One update over a window of micro-batches is one step on the large batch.
 """
 
+from ._accumulate import accumulate_gradients as accumulate_gradients
+from ._batch_norm import AccumBatchNormalization as AccumBatchNormalization
 from ._callbacks import AccumulationMonitor as AccumulationMonitor
+from ._model import GradientAccumulationModel as GradientAccumulationModel
+from ._model import accumulate as accumulate
 from ._optimizer import AccumOptimizer as AccumOptimizer
 from ._optimizer import GradientAccumulationOptimizer as GradientAccumulationOptimizer
 

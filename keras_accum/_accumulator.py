@@ -44,7 +44,7 @@ class Accumulator:
             getattr(v, "overwrite_with_gradient", False) for v in variables
         ]
         self.sums = [
-            _own_variable(f"sum_{i}", v.shape, _sum_dtype(v, dtype))
+            _own_variable(f"sum_{i}", v.shape, sum_dtype(v, dtype))
             for i, v in enumerate(variables)
         ]
         self.total = _own_variable("total_weight", (), "float32")
@@ -147,7 +147,7 @@ class Accumulator:
         self.reached.assign(tf.zeros((len(self.sums),), "bool"))
 
 
-def _sum_dtype(variable: keras.Variable, dtype: str | None) -> str:
+def sum_dtype(variable: keras.Variable | tf.Variable, dtype: str | None) -> str:
     own = keras.backend.standardize_dtype(variable.dtype)
     if dtype is not None and tf.as_dtype(own).is_floating:
         return dtype

@@ -4,6 +4,7 @@ It also decides what becomes of a window that an epoch, or the training, leaves 
 """
 
 import logging
+import math
 from typing import Any, Literal
 
 import keras
@@ -37,7 +38,8 @@ class AccumulationMonitor(keras.callbacks.Callback):
     - `updates`: updates made since the optimizer was constructed;
     - `gradient_norm`: L2 norm of the last update's mean gradient, before clipping;
     - `loss_scale`: where the loss is scaled dynamically;
-    - `skipped_windows`: windows skipped because of an overflow, an infinity or a NaN.
+    - `skipped_windows`: windows skipped because of an overflow, an infinity or a NaN;
+      where one can be skipped.
 
     Put it first in the list of callbacks, so that the others find these values, and the
     weights that a flush has updated. Reading the values waits for the step to finish.
@@ -151,7 +153,10 @@ class AccumulationMonitor(keras.callbacks.Callback):
 
     def _announce(self, batches: int) -> None:
         window = self.optimizer.window_length
-        steps = self.params.get("steps")
+        updates = steps = self.params.get("steps")
+        if steps:
+            flushed = self.tail == "flush_epoch"
+            updates = f"{math.ceil(steps / window) if flushed else steps / window:g}"
         logger.info(
             "%s samples x %d accum_steps x %d replicas = effective batch %s; %s updates "
             "per epoch; accumulators: %.1f MiB",
@@ -159,7 +164,7 @@ class AccumulationMonitor(keras.callbacks.Callback):
             window,
             _replica.count(),
             _or_unknown(rows and rows * window * _replica.count()),
-            _or_unknown(steps and f"{steps / window:g}"),
+            _or_unknown(updates),
             self.optimizer.accumulator_bytes / 2**20,
         )
 
@@ -175,8 +180,9 @@ class AccumulationMonitor(keras.callbacks.Callback):
         values = {
             "updates": _number(optimizer.iterations),
             "gradient_norm": _number(optimizer.last_gradient_norm),
-            "skipped_windows": _number(optimizer.skipped_windows),
         }
+        if optimizer.scales_dynamically or optimizer.on_nonfinite.startswith("skip"):
+            values["skipped_windows"] = _number(optimizer.skipped_windows)
         if optimizer.scales_dynamically:
             values["loss_scale"] = _number(optimizer.dynamic_scale)
         return values

@@ -75,3 +75,11 @@ def check_gradients(
 def name_of(variable: keras.Variable | tf.Variable) -> str:
     """The path of a Keras variable, or the name of a TensorFlow one."""
     return getattr(variable, "path", variable.name)
+
+
+def add(total: tf.Tensor, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+    """`total + gradient`, with a sparse gradient scattered into the rows that it has."""
+    if isinstance(gradient, tf.IndexedSlices):
+        indices = tf.expand_dims(gradient.indices, -1)
+        return tf.tensor_scatter_nd_add(total, indices, gradient.values)
+    return total + gradient

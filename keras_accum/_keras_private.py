@@ -7,12 +7,14 @@ one of them has moved.
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.losses import loss as keras_loss
+from keras.src.models.functional import Functional as Functional
+from keras.src.models.model import functional_init_arguments
 from keras.src.trainers.trainer import Trainer
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_util
@@ -56,6 +58,11 @@ def restore_deferred(optimizer: keras.optimizers.Optimizer) -> None:
         optimizer._handle_deferred_dependencies(name=name, trackable=child)
 
 
+def functional_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether these arguments of `keras.Model` make a functional model."""
+    return functional_init_arguments(args, kwargs)
+
+
 # --- What a loss divides by. Keras reduces a loss to its mean and forgets the
 # denominator; `Loss.__call__` and `Trainer.compute_loss` have no hook. Two functions
 # are therefore extended, once, without a change to what they return.
@@ -64,11 +71,13 @@ _listening = threading.local()
 
 
 @contextlib.contextmanager
-def listen_to_reductions(listener: Callable[..., None]) -> Iterator[None]:
-    """Call `listener(values, sample_weight, mask, reduction)` for each loss reduced here.
+def listen_to_reductions(listener: Callable[..., Any]) -> Iterator[None]:
+    """Pass each loss that Keras reduces in this context, and thread, through `listener`.
 
-    `values` are the losses per sample before they are weighted. Applies to this thread.
+    It is called with `values` (the losses per sample, not yet weighted), `sample_weight`,
+    `mask`, `reduction` and the reduced `loss`, and returns what stands for the loss.
     """
+    _extend_keras()
     outer = getattr(_listening, "listener", None)
     _listening.listener = listener
     try:
@@ -78,7 +87,7 @@ def listen_to_reductions(listener: Callable[..., None]) -> Iterator[None]:
 
 
 def is_listening() -> bool:
-    """Whether some caller up the stack listens to reductions already."""
+    """Whether a caller up the stack listens to reductions already."""
     return getattr(_listening, "listener", None) is not None
 
 
@@ -92,11 +101,15 @@ def observe_training_losses(
         around: gives the context manager for a model; called for training losses only,
             and only for the outermost call (an override that calls `super()` is one).
     """
-    keras_loss.reduce_weighted_values = _audible(keras_loss.reduce_weighted_values)
     # `compute_loss` is what a train_step of the user's calls; `_compute_loss` is what
     # Keras's own calls, also when the user has overridden `compute_loss`.
     for name in ("compute_loss", "_compute_loss"):
         setattr(Trainer, name, _inside(around, getattr(Trainer, name)))
+
+
+@functools.cache
+def _extend_keras() -> None:
+    keras_loss.reduce_weighted_values = _audible(keras_loss.reduce_weighted_values)
 
 
 def _audible(reduce: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,10 +121,10 @@ def _audible(reduce: Callable[..., Any]) -> Callable[..., Any]:
         reduction: Any = "sum_over_batch_size",
         dtype: Any = None,
     ) -> Any:
-        listener = getattr(_listening, "listener", None)
-        if listener is not None:
-            listener(values, sample_weight, mask, reduction)
-        return reduce(values, sample_weight, mask, reduction, dtype)
+        loss = reduce(values, sample_weight, mask, reduction, dtype)
+        if not is_listening():
+            return loss
+        return _listening.listener(values, sample_weight, mask, reduction, loss)
 
     return reduce_and_tell
 
@@ -135,3 +148,83 @@ def _inside(
             return compute(*arguments)
 
     return compute_inside
+
+
+# --- What a train_step of Keras's does, for one that does it in parts.
+
+
+def compute_loss(
+    model: keras.Model, x: Any, y: Any, y_pred: Any, weight: Any
+) -> tf.Tensor:
+    """The training loss, by the user's `compute_loss` whatever arguments it takes."""
+    return model._compute_loss(x, y, y_pred, weight, training=True)
+
+
+def call(model: keras.Model, x: Any) -> Any:
+    """The predictions of `model` in training, with the argument if `call` takes it."""
+    return model(x, training=True) if model._call_has_training_arg else model(x)
+
+
+def track_loss(model: keras.Model, loss: tf.Tensor, rows: Any) -> None:
+    """Add the loss of `rows` samples to what `fit` shows as `loss`."""
+    loss = keras_loss.unscale_loss_for_distribution(loss)
+    model._loss_tracker.update_state(loss, sample_weight=rows)
+
+
+@contextlib.contextmanager
+def tracked_apart(model: keras.Model) -> Iterator[Callable[..., None]]:
+    """Keep the metrics that `fit` shows as losses from counting inside of the context.
+
+    With several outputs Keras follows each loss where it computes it; of a part of a
+    batch, it does not know how many samples it has. Gives a function of the loss, the
+    losses of the outputs and the number of samples of a batch, to call afterwards.
+    """
+    apart = model._compile_loss.metrics if model._compile_loss is not None else []
+    before = [(m, tf.identity(m.total.value), tf.identity(m.count.value)) for m in apart]
+
+    def track(loss: tf.Tensor, outputs: Sequence[tf.Tensor], rows: Any) -> None:
+        for metric, total, count in before:
+            metric.total.assign(total)
+            metric.count.assign(count)
+        track_loss(model, loss, rows)
+        for (metric, _, _), value in zip(before, outputs):
+            value = keras_loss.unscale_loss_for_distribution(value)
+            metric.update_state(value, sample_weight=rows)
+
+    yield track
+
+
+def build_for(model: keras.Model, data: Any) -> None:
+    """Create what `model`, its metrics and its optimizer need for a batch like `data`.
+
+    Keras creates it while tracing the first step; in a loop nothing can be created.
+    """
+    parts = [model, model._compile_metrics, model._compile_loss, model.optimizer]
+    if all(part is None or part.built for part in parts):
+        return
+    with tf.init_scope():
+        model._symbolic_build(data_batch=data)
+
+
+def call_losses(model: keras.Model) -> list[tf.Tensor]:
+    """What the layers passed to `add_loss` in their last call, without regularisers."""
+    layers = [model, *flatten_layers(model)]
+    unique = {id(layer): layer for layer in layers}.values()
+    return [loss for layer in unique for loss in layer._get_own_losses()]
+
+
+def forget_call_losses(model: keras.Model) -> None:
+    """Drop what layers passed to `add_loss` before; it may belong to another graph."""
+    model._clear_losses()
+
+
+def keras_mask(tensor: Any) -> tf.Tensor | None:
+    """The mask that travels with a tensor through a model."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def with_keras_mask(tensor: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
+    """`tensor` with a mask that travels with it."""
+    if mask is not None:
+        tensor._keras_mask = mask
+    return tensor

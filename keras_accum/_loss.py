@@ -17,8 +17,6 @@ import tensorflow as tf
 
 from ._keras_private import listen_to_reductions
 
-SUMS = ("sum", "none", None)
-
 
 @dataclasses.dataclass(frozen=True)
 class LossTerm:
@@ -35,12 +33,24 @@ class LossTerm:
     weight: tf.Tensor | None
     per_sample: bool
 
+    @property
+    def summed(self) -> bool:
+        """Whether the losses of the samples were added up, or left apart."""
+        return self.reduction in ("sum", "none", None)
+
 
 @contextlib.contextmanager
 def record_terms() -> Iterator[list[LossTerm]]:
     """Record a `LossTerm` for each Keras loss that is computed inside the context."""
     terms: list[LossTerm] = []
-    with listen_to_reductions(lambda *reduced: terms.append(describe(*reduced))):
+
+    def note(
+        values: Any, sample_weight: Any, mask: Any, reduction: Any, loss: Any
+    ) -> Any:
+        terms.append(describe(values, sample_weight, mask, reduction))
+        return loss
+
+    with listen_to_reductions(note):
         yield terms
 
 
@@ -76,7 +86,7 @@ def batch_weight(terms: Sequence[LossTerm], summed: bool) -> tf.Tensor | None:
     """
     if summed:
         return None
-    if any(term.reduction in SUMS for term in terms):
+    if any(term.summed for term in terms):
         raise ValueError(
             "Received a loss with `reduction='sum'` (or None) in an optimizer with "
             "`reduction='mean'`, which would divide the sum by the window's length. For "

@@ -27,6 +27,7 @@ from ._arguments import (
     resolve_optimizer,
     scaler_settings,
 )
+from ._batch_norm import pool_first_or_next
 from ._checkpoint import check_saved_window, split_scaler
 from ._clipping import clip_adaptively
 from ._control import run_either, run_if
@@ -282,6 +283,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
 
     # ----------------------------------------------------------------- loss scale
 
+    @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """Multiply a loss by the loss scale, if there is one.
 
@@ -313,11 +315,17 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         scaled._keras_accum_scaled = True
         return scaled
 
+    def scale_for(self, model: keras.Model) -> None:
+        """Scale the loss from now on if a layer of `model` computes in float16."""
+        if any(layer.compute_dtype == "float16" for layer in flatten_layers(model)):
+            self.scales_dynamically = True
+
     def _scale(self) -> keras.Variable | float | None:
         return self.dynamic_scale if self.scales_dynamically else self._static_scale
 
     # --------------------------------------------------------------------- a step
 
+    @tf.autograph.experimental.do_not_convert
     def apply_gradients(
         self,
         grads_and_vars: Any,
@@ -328,6 +336,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         self.apply(grads, variables, weight)
         return self.iterations
 
+    @tf.autograph.experimental.do_not_convert
     def apply(
         self,
         grads: Sequence[Gradient],
@@ -515,6 +524,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         if keras.ops.convert_to_numpy(self.iterations) > 0:
             self.inner_optimizer.finalize_variable_values(var_list)
 
+    @tf.autograph.experimental.do_not_convert
     def flush(self) -> None:
         """Update now with what the window holds, divided by what it really weighs.
 
@@ -530,6 +540,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
             )
         )
 
+    @tf.autograph.experimental.do_not_convert
     def reset(self) -> None:
         """Drop what the window holds. Weights and counters stay as they are."""
         if not self.built:
@@ -682,8 +693,8 @@ def _announce_weight(model: keras.Model) -> Iterator[None]:
         yield
     weight = batch_weight(terms, summed=optimizer.reduction == "sum")
     _announced.weight, _announced.optimizer = weight, optimizer
-    if any(layer.compute_dtype == "float16" for layer in flatten_layers(model)):
-        optimizer.scales_dynamically = True
+    optimizer.scale_for(model)
+    pool_first_or_next(model, tf.equal(optimizer.micro_step, 0))
 
 
 def _take_announced(optimizer: GradientAccumulationOptimizer) -> tf.Tensor | None:

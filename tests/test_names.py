@@ -8,7 +8,15 @@ import keras
 
 import keras_accum as ka
 
-NAMES = {"AccumOptimizer", "AccumulationMonitor", "GradientAccumulationOptimizer"}
+NAMES = {
+    "AccumBatchNormalization",
+    "AccumOptimizer",
+    "AccumulationMonitor",
+    "GradientAccumulationModel",
+    "GradientAccumulationOptimizer",
+    "accumulate",
+    "accumulate_gradients",
+}
 
 
 def test_the_public_names_are_these():

@@ -1,0 +1,187 @@
+"""`accumulate_gradients`: the loss and the gradient of a batch, at the memory of a part.
+
+The functional core: no Keras model, no optimizer. Micro-batch i with mean loss L_i,
+gradient g_i and weight w_i gives
+
+    loss = Σ w_i L_i / Σ w_i        gradient = Σ w_i g_i / Σ w_i
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from ._accumulator import sum_dtype
+from ._gradients import Gradient, add, weigh
+from ._loop import Split, check_batch, for_each_micro_batch
+
+
+class Window(NamedTuple):
+    """What the micro-batches of one batch came to.
+
+    Attributes:
+        loss: scalar float32 tensor, the mean loss, or the sum of the losses.
+        gradients: one for each variable, in float32 at least; None where every
+            micro-batch had none.
+        weight: scalar float32 tensor, the sum of the weights.
+        parts: scalar float32 tensors, the means of the further values that the loss
+            function gave.
+    """
+
+    loss: tf.Tensor
+    gradients: list[tf.Tensor | None]
+    weight: tf.Tensor
+    parts: list[tf.Tensor]
+
+
+@tf.autograph.experimental.do_not_convert
+def accumulate_gradients(
+    loss_fn: Callable[[Any], Any],
+    variables: Sequence[keras.Variable | tf.Variable],
+    batch: Any,
+    *,
+    accum_steps: int | None = None,
+    micro_batch_size: int | None = None,
+    reduction: str = "mean",
+    scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None,
+) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+    """The loss of a batch and its gradients, computed one micro-batch after another.
+
+    ```python
+    def loss_fn(micro_batch):
+        x, y = micro_batch
+        return keras.ops.mean(keras.ops.square(model(x, training=True) - y))
+
+    @tf.function
+    def train_step(batch):
+        loss, gradients = accumulate_gradients(
+            loss_fn, model.trainable_variables, batch, micro_batch_size=4
+        )
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+    ```
+
+    In a `tf.function`, the micro-batches run in a loop of the graph: `loss_fn` is traced
+    once, and the activations of one micro-batch are in memory at a time. Build the model
+    before: variables cannot be created in a loop.
+
+    Args:
+        loss_fn: from a micro-batch, structured as `batch`, to its mean loss (a scalar),
+            or to a pair of its mean loss and its weight: the denominator of that mean,
+            such as the number of valid tokens. Without a weight, it is the number of
+            samples. A micro-batch of weight 0 adds nothing, even if its loss is NaN.
+        variables: the variables to differentiate by, all of them built.
+        batch: nested tensors, ragged ones too, whose first dimension is the samples', of
+            any size; None stays None.
+        accum_steps: int, how many micro-batches to make. The first ones have one sample
+            more where the batch does not divide; a batch of fewer samples makes as many
+            micro-batches as it has samples.
+        micro_batch_size: int, how many samples each has, except for a shorter last one.
+            Exactly one of `accum_steps` and `micro_batch_size` has to be given.
+        reduction: `"mean"`, or `"sum"` for a loss that is a sum: losses and gradients
+            are added up, and weights are not asked for.
+        scale_loss: `optimizer.scale_loss`, for float16: applied to each loss before it
+            is differentiated. The gradients come scaled, as `optimizer.apply` expects.
+
+    Returns:
+        The loss, a float32 scalar, never scaled; and a list with the gradient for each
+        variable, a dense tensor of the variable's shape, in float32 at least, or None
+        if the loss does not depend on it.
+
+    Raises:
+        ValueError: for a batch without samples, tensors that differ in their first
+            dimension, scalars, or a loss that is no scalar.
+        tf.errors.InvalidArgumentError: the same in a graph, where sizes are known only
+            when it runs.
+
+    References:
+        Goyal et al., 2017, "Accurate, Large Minibatch SGD", section 3, on what has to be
+        normalised by what.
+    """
+    split = Split(accum_steps, micro_batch_size)
+    batch = check_batch(batch)
+    loss_of = _weighted(loss_fn)
+    window = accumulate(loss_of, variables, batch, split, reduction, scale_loss)
+    return window.loss, window.gradients
+
+
+def _weighted(loss_fn: Callable[[Any], Any]) -> Callable[[Any, tf.Tensor], Any]:
+    """`loss_fn`, which may give a weight or not, as one that does."""
+    if not tf.executing_eagerly():
+        # For the loss function, AutoGraph: this package's own code does without.
+        loss_fn = tf.function(loss_fn)
+
+    def loss_of(micro_batch: Any, rows: tf.Tensor) -> tuple[Any, tf.Tensor, list]:
+        result = loss_fn(micro_batch)
+        loss, weight = result if isinstance(result, (tuple, list)) else (result, rows)
+        return loss, tf.cast(weight, "float32"), []
+
+    return loss_of
+
+
+def accumulate(
+    loss_of: Callable[[Any, tf.Tensor], tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]],
+    variables: Sequence[keras.Variable | tf.Variable],
+    batch: Any,
+    split: Split,
+    reduction: str = "mean",
+    scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    parts: int = 0,
+) -> Window:
+    """`accumulate_gradients` for a loss function that always gives a weight.
+
+    `loss_of` takes a micro-batch and its number of samples to a mean loss, its weight,
+    and a list of `parts` scalars to be averaged likewise; the rest is as there.
+    """
+    values = [
+        getattr(v, "value", v) if isinstance(v, keras.Variable) else v for v in variables
+    ]
+    reached = [False] * len(values)
+
+    def step(micro_batch: Any, rows: tf.Tensor, state: Any) -> Any:
+        sums, values_sum, total, unit = state
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(values)
+            loss, weight, others = loss_of(micro_batch, rows)
+            loss = _scalar(loss)
+            target = loss if scale_loss is None else scale_loss(loss)
+        gradients: list[Gradient] = tape.gradient(target, values)
+        if reduction == "sum":
+            weight = tf.ones(())
+        # In units of the first weight, so that equal weights add gradients as they are.
+        unit = tf.where(tf.equal(unit, 0.0), weight, unit)
+        share = tf.math.divide_no_nan(weight, unit)
+        for i, gradient in enumerate(gradients):
+            reached[i] = reached[i] or gradient is not None
+        sums = [
+            s if g is None else add(s, weigh(g, share, s.dtype))
+            for s, g in zip(sums, gradients)
+        ]
+        values_sum = [
+            v + tf.math.multiply_no_nan(tf.cast(value, "float32"), share)
+            for v, value in zip(values_sum, [loss, *others])
+        ]
+        return sums, values_sum, total + share, unit
+
+    zeros = [tf.zeros(v.shape, sum_dtype(v, None)) for v in values]
+    start = (zeros, [tf.zeros(())] * (1 + parts), tf.zeros(()), tf.zeros(()))
+    sums, means, total, unit = for_each_micro_batch(step, batch, start, split)
+    divisor = tf.ones(()) if reduction == "sum" else total
+    gradients = [
+        tf.math.divide_no_nan(s, tf.cast(divisor, s.dtype)) if was_reached else None
+        for s, was_reached in zip(sums, reached)
+    ]
+    loss, *others = [tf.math.divide_no_nan(mean, divisor) for mean in means]
+    return Window(loss, gradients, total * unit, others)
+
+
+def _scalar(loss: Any) -> tf.Tensor:
+    loss = tf.convert_to_tensor(loss)
+    if loss.shape.rank != 0:
+        raise ValueError(
+            "`loss_fn` must return a scalar, the mean loss of the micro-batch, or a pair "
+            f"of it and its weight. Received a loss of shape {tuple(loss.shape)}: take "
+            "its mean, and pass `reduction='sum'` if you take its sum."
+        )
+    return loss

@@ -1,0 +1,195 @@
+"""`AccumBatchNormalization`: moving statistics that see a window as one batch.
+
+Of micro-batches j with n_j entries, mean m_j and variance v_j, the window has the mean
+M = Σ n_j m_j / Σ n_j and, by the law of total variance, the variance
+Σ n_j (v_j + (m_j - M)²) / Σ n_j. Both are kept up to date micro-batch by micro-batch
+(Chan, Golub and LeVeque, 1983, "Algorithms for Computing the Sample Variance").
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ._keras_private import flatten_layers
+
+
+@keras.saving.register_keras_serializable(package="keras_accum")
+class AccumBatchNormalization(keras.layers.BatchNormalization):
+    """BatchNormalization whose moving statistics move once per update.
+
+    It normalises each micro-batch by that micro-batch's mean and variance, as
+    BatchNormalization does: a window is therefore not the large batch, and micro-batches
+    should not be tiny. But `moving_mean` and `moving_variance`, which prediction uses,
+    take one step of the user's `momentum` per window, towards the mean and the variance
+    of all of its entries together; BatchNormalization takes one step per micro-batch,
+    and forgets the variance between them.
+
+    Works in both routes: with `AccumOptimizer`, and in an accumulating model. Elsewhere
+    it is BatchNormalization. Within a window the statistics hold what they would be if
+    it ended there. One call per training step is pooled; a layer that is called several
+    times in a step pools its last.
+
+    To convert a model with its weights (a checkpoint of it is loaded before):
+
+    ```python
+    model = keras.models.clone_model(
+        model, clone_function=AccumBatchNormalization.convert
+    )
+    ```
+
+    Args:
+        **kwargs: as for `keras.layers.BatchNormalization`.
+
+    Raises:
+        ValueError: for `renorm=True`, which has statistics of its own.
+
+    References:
+        Ioffe and Szegedy, 2015, "Batch Normalization".
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if self.renorm:
+            raise ValueError(
+                "AccumBatchNormalization does not pool the statistics of batch "
+                "renormalization. Received: renorm=True. Use "
+                "`keras.layers.BatchNormalization(renorm=True)`, which moves them per "
+                "micro-batch."
+            )
+        self._last = _Call()
+        self._converted = _Weights()
+
+    @classmethod
+    def convert(cls, layer: keras.layers.Layer) -> keras.layers.Layer:
+        """Put this layer in the place of a BatchNormalization, with its weights.
+
+        Args:
+            layer: any layer.
+
+        Returns:
+            A new `AccumBatchNormalization` for a BatchNormalization, with its config and,
+            if it is built, its weights; a copy, as `keras.models.clone_model` makes it,
+            for any other layer.
+        """
+        if type(layer) is not keras.layers.BatchNormalization:
+            return layer.__class__.from_config(layer.get_config())
+        converted = cls.from_config(layer.get_config())
+        if layer.built:
+            converted._converted.values = layer.get_weights()
+        return converted
+
+    def build(self, input_shape: Any) -> None:
+        """Create the weights of BatchNormalization, and those of the window."""
+        super().build(input_shape)
+        shape = (input_shape[self.axis],)
+
+        def window_weight(name: str, shape: tuple[int, ...]) -> keras.Variable:
+            return self.add_weight(
+                shape=shape,
+                name=name,
+                initializer="zeros",
+                trainable=False,
+                autocast=False,
+            )
+
+        self.base_mean = window_weight("base_mean", shape)
+        self.base_variance = window_weight("base_variance", shape)
+        self.window_mean = window_weight("window_mean", shape)
+        self.window_squares = window_weight("window_squares", shape)
+        self.window_count = window_weight("window_count", ())
+        for variable, value in zip(self.weights, self._converted.values):
+            variable.assign(value)
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        """Normalise `inputs`; in training, by their own statistics."""
+        before = (
+            tf.convert_to_tensor(self.moving_mean),
+            tf.convert_to_tensor(self.moving_variance),
+        )
+        outputs = super().call(inputs, training=training, mask=mask)
+        if training and self.trainable:
+            self._last.before = before
+        return outputs
+
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        mean, variance = super()._moments(inputs, mask)
+        if mask is None:
+            entries = tf.size(inputs) // inputs.shape[self.axis]
+        else:
+            entries = tf.reduce_sum(tf.cast(mask, "int32"))
+        self._last.moments = (mean, variance, tf.cast(entries, "float32"))
+        return mean, variance
+
+    def begin_window(
+        self, mean: tf.Tensor, variance: tf.Tensor, first: tf.Tensor
+    ) -> None:
+        """Forget the window if `first`, which began with these moving statistics."""
+        first = tf.convert_to_tensor(first)
+        for variable, value in ((self.base_mean, mean), (self.base_variance, variance)):
+            variable.assign(tf.where(first, value, tf.convert_to_tensor(variable)))
+        count = tf.convert_to_tensor(self.window_count)
+        self.window_count.assign(tf.where(first, 0.0, count))
+
+    def pool(self) -> None:
+        """Add the statistics of the last call to the window, and move to what it has."""
+        mean, variance, entries = self._last.moments
+        self._last = _Call()
+        held = tf.convert_to_tensor(self.window_count)
+        total = held + entries
+        share = tf.math.divide_no_nan(entries, total)
+        old_mean = tf.where(held > 0, tf.convert_to_tensor(self.window_mean), 0.0)
+        squares = tf.where(held > 0, tf.convert_to_tensor(self.window_squares), 0.0)
+        gap = tf.cast(mean, "float32") - old_mean
+        new_mean = old_mean + gap * share
+        squares += tf.cast(variance, "float32") * entries + tf.square(gap) * held * share
+        self.window_mean.assign(new_mean)
+        self.window_squares.assign(squares)
+        self.window_count.assign(total)
+        pooled = (new_mean, tf.math.divide_no_nan(squares, total))
+        moving = (self.moving_mean, self.moving_variance)
+        base = (self.base_mean, self.base_variance)
+        for variable, start, value in zip(moving, base, pooled):
+            start = tf.convert_to_tensor(start)
+            variable.assign(start * self.momentum + value * (1.0 - self.momentum))
+
+
+class _Call:
+    """What the last call of a layer met: statistics before it, and its own."""
+
+    before: tuple[tf.Tensor, tf.Tensor] | None = None
+    moments: tuple[tf.Tensor, tf.Tensor, tf.Tensor]
+
+
+class _Weights:
+    """The weights that a converted layer starts with. A list, Keras would track."""
+
+    values: Sequence[Any] = ()
+
+
+def begin_windows(model: keras.Model, first: tf.Tensor | bool) -> None:
+    """Before the micro-batches of a step: begin a window, if this is the first of it."""
+    for layer in _layers(model):
+        mean = tf.convert_to_tensor(layer.moving_mean)
+        layer.begin_window(mean, tf.convert_to_tensor(layer.moving_variance), first)
+
+
+def pool_calls(model: keras.Model) -> None:
+    """After a micro-batch: add what its call met."""
+    for layer in _layers(model):
+        if layer._last.before is not None:
+            layer.pool()
+
+
+def pool_first_or_next(model: keras.Model, first: tf.Tensor | bool) -> None:
+    """After a micro-batch that may have begun a window, which is known only now."""
+    for layer in _layers(model):
+        if layer._last.before is not None:
+            layer.begin_window(*layer._last.before, first)
+            layer.pool()
+
+
+def _layers(model: keras.Model) -> list[AccumBatchNormalization]:
+    layers = flatten_layers(model)
+    return [layer for layer in layers if isinstance(layer, AccumBatchNormalization)]

@@ -1,0 +1,186 @@
+"""Keras models whose training step takes the effective batch, micro-batch by micro-batch.
+
+`fit`, `train_on_batch`, schedules, callbacks and metrics then mean what they mean for the
+large batch: one step is one update.
+"""
+
+import functools
+from typing import Any
+
+import keras
+
+from ._keras_private import Functional, functional_arguments
+from ._loop import Split
+from ._train_step import train_step
+
+
+@keras.saving.register_keras_serializable(package="keras_accum")
+class GradientAccumulationModel(keras.Model):
+    """A `keras.Model` that trains on a batch at the memory of one micro-batch.
+
+    ```python
+    model = GradientAccumulationModel(inputs, outputs, accum_steps=8)
+    model.compile("adamw", loss="sparse_categorical_crossentropy")
+    model.fit(x, y, batch_size=128)  # 16 samples at a time in memory
+    ```
+
+    Also to be subclassed, with a `call` of your own. `accumulate` does the same for a
+    model that exists already.
+
+    Each loss is divided by its own denominator over the whole batch: samples, tokens
+    under a mask, or the sum of sample weights, as its `reduction` says; several outputs
+    with different masks are exact too. Loss, metrics, weights and slots equal those of
+    the large batch to float32 rounding (1e-6 relative).
+
+    A `compute_loss` of your own that calls Keras losses, or `super()`, is understood. For
+    one that does not, micro-batches weigh by their samples; define
+
+    ```python
+    def compute_loss_weight(self, x, y, y_pred, sample_weight):
+        return ...  # scalar: what compute_loss divided by
+    ```
+
+    to say otherwise.
+
+    It does not hold for layers that couple the samples of a batch: BatchNormalization
+    sees micro-batches (`AccumBatchNormalization` pools their statistics). For losses that
+    do, pass `two_pass=True`.
+
+    Args:
+        *args: the inputs and outputs of a functional model, or nothing in a subclass.
+        accum_steps: int, how many micro-batches to make of a batch.
+        micro_batch_size: int, how many samples to have in a micro-batch. Exactly one of
+            the two has to be given.
+        two_pass: bool. True is exact for any loss of the predictions, also one that
+            couples samples (contrastive, Dice over the batch, ranking). It costs one
+            more forward pass, and the memory of the predictions.
+        **kwargs: as for `keras.Model`.
+
+    Raises:
+        ValueError, TypeError: for `accum_steps` and `micro_batch_size`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        accum_steps: int | None = None,
+        micro_batch_size: int | None = None,
+        two_pass: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        split = Split(accum_steps, micro_batch_size)
+        if functional_arguments(args, kwargs) and not isinstance(self, Functional):
+            # Keras would make every model of this class a functional one.
+            object.__setattr__(self, "__class__", _functional(type(self)))  # type: ignore[arg-type]
+        super().__init__(*args, **kwargs)
+        self._split = split
+        self._two_pass = bool(two_pass)
+
+    @property
+    def accum_steps(self) -> int | None:
+        """How many micro-batches are made of a batch, if that is what was given."""
+        return self._split.accum_steps
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """How many samples a micro-batch has, if that is what was given."""
+        return self._split.micro_batch_size
+
+    @property
+    def two_pass(self) -> bool:
+        """Whether the loss is taken over the whole batch, in two passes."""
+        return self._two_pass
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """Update once with a batch, one micro-batch in memory at a time."""
+        return train_step(self, data, self._split, two_pass=self._two_pass)
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments of the constructor, serialised.
+
+        A subclass with a constructor of its own has its own arguments.
+        """
+        config = super().get_config()
+        if "layers" not in config:
+            return config
+        return {
+            **config,
+            "accum_steps": self.accum_steps,
+            "micro_batch_size": self.micro_batch_size,
+            "two_pass": self.two_pass,
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> "GradientAccumulationModel":
+        """A model with the arguments in `config`, and no weights."""
+        config = dict(config)
+        if "layers" not in config:
+            return cls(**config)
+        names = ("accum_steps", "micro_batch_size", "two_pass")
+        own = {name: config.pop(name) for name in names}
+        plain = keras.Model.from_config(config, custom_objects)
+        inputs, outputs = plain._inputs_struct, plain._outputs_struct
+        return cls(inputs, outputs, name=plain.name, trainable=plain.trainable, **own)
+
+
+@functools.cache
+def _functional(cls: type) -> type:
+    """`cls` as a functional model, saved and loaded by the name of `cls`."""
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    functional = type(cls.__name__, (cls, Functional), names)
+    package, _, name = keras.saving.get_registered_name(cls).rpartition(">")
+    if package:
+        keras.saving.register_keras_serializable(package, name)(functional)
+    return functional
+
+
+def accumulate(
+    model: keras.Model,
+    *,
+    accum_steps: int | None = None,
+    micro_batch_size: int | None = None,
+    two_pass: bool = False,
+) -> keras.Model:
+    """Have a model that exists train on batches, one micro-batch in memory at a time.
+
+    ```python
+    model = keras.applications.ResNet50(weights=None)
+    model = accumulate(model, micro_batch_size=4)
+    model.compile("sgd", loss="categorical_crossentropy")
+    model.fit(x, y, batch_size=128)
+    ```
+
+    Works in place: only the training step changes. What is saved, its weights, its
+    config and its class are the model's own; a model loaded from it trains as usual
+    until it is passed here too. `del model.train_step` undoes it.
+
+    Args:
+        model: any Keras model: functional, Sequential, subclassed, loaded; compiled or
+            not, built or not.
+        accum_steps: as for `GradientAccumulationModel`.
+        micro_batch_size: likewise.
+        two_pass: likewise.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        ValueError: if the model has a `train_step` of its own, which could not be split;
+            and, with TypeError, for `accum_steps` and `micro_batch_size`.
+    """
+    split = Split(accum_steps, micro_batch_size)
+    if type(model).train_step is not keras.Model.train_step:
+        raise ValueError(
+            f"'{model.name}' has a `train_step` of its own ({type(model).__name__}."
+            "train_step), which cannot be taken apart from outside. Accumulate in the "
+            "optimizer instead: `model.compile(AccumOptimizer(optimizer, accum_steps=k), "
+            "steps_per_execution=k)`, with data that yield micro-batches; or call "
+            "`accumulate_gradients` in that `train_step`."
+        )
+    model.train_step = functools.partial(
+        train_step, model, split=split, two_pass=two_pass
+    )
+    model.train_function = None
+    return model

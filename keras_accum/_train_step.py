@@ -1,0 +1,190 @@
+"""One training step of a Keras model over the micro-batches of a batch.
+
+The loss of the batch is Σ_o λ_o (Σ_i w_oi L_oi / W_o) + R, over the losses o of the
+model and the micro-batches i: L_oi is a mean with denominator w_oi, and W_o = Σ_i w_oi.
+Micro-batch i with n_i of the n samples computes
+
+    L_i = Σ_o λ_o f_oi L_oi + R,    f_oi = (n / n_i) (w_oi / W_o)
+
+so that Σ_i (n_i / n) L_i is the loss of the batch, and regularisation R counts once.
+Where a loss has one denominator per sample, f is 1 and nothing has to be known before.
+Where there is only one loss, weighting its micro-batches by w_i does the same. Else
+the W_o come from a pass before, of which only the masks are used and the rest is pruned.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ._accumulate import Window, accumulate
+from ._batch_norm import begin_windows, pool_calls
+from ._keras_private import (
+    build_for,
+    call,
+    compute_loss,
+    listen_to_reductions,
+    track_loss,
+    tracked_apart,
+)
+from ._loop import Split, check_batch, for_each_micro_batch, rows_of, take
+from ._loss import LossTerm, describe, record_terms
+from ._optimizer import GradientAccumulationOptimizer
+from ._two_pass import accumulate_coupled
+
+
+def train_step(
+    model: keras.Model, data: Any, split: Split, two_pass: bool = False
+) -> dict[str, Any]:
+    """Update `model` once with `data`, one micro-batch in memory at a time.
+
+    Args:
+        model: a compiled model.
+        data: a batch as `fit` passes it to `Model.train_step`.
+        split: how to take it apart.
+        two_pass: take the loss over the whole batch, in two passes.
+
+    Returns:
+        The metrics of the model, by name.
+    """
+    build_for(model, data)
+    batch = check_batch(keras.utils.unpack_x_y_sample_weight(data))
+    optimizer, first = model.optimizer, True
+    if isinstance(optimizer, GradientAccumulationOptimizer):
+        optimizer.scale_for(model)
+        first = tf.equal(optimizer.micro_step, 0)
+    begin_windows(model, first)
+    if two_pass:
+        window = accumulate_coupled(model, batch, split)
+        track_loss(model, window.loss, rows_of(batch))
+    else:
+        with tracked_apart(model) as track:
+            window = accumulate_model(model, batch, split)
+        track(window.loss, window.parts, rows_of(batch))
+    update(model, window)
+    return model.get_metrics_result()
+
+
+def accumulate_model(model: keras.Model, batch: Any, split: Split) -> Window:
+    """The loss and the gradients of `model` for `batch`; its metrics are updated."""
+    terms = probe(model, batch)
+    loss_of = _loss_function(model, batch, split, terms)
+    return accumulate(
+        loss_of,
+        model.trainable_weights,
+        batch,
+        split,
+        scale_loss=model.optimizer.scale_loss,
+        parts=len(terms),
+    )
+
+
+def update(model: keras.Model, window: Window) -> None:
+    """Apply the gradients of a window; one in an `AccumOptimizer` is weighted by it."""
+    if not model.trainable_weights:
+        warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+        return
+    weight = {}
+    if isinstance(model.optimizer, GradientAccumulationOptimizer):
+        weight = {"weight": window.weight}
+    model.optimizer.apply(window.gradients, model.trainable_weights, **weight)
+
+
+def probe(model: keras.Model, batch: Any) -> list[LossTerm]:
+    """The loss terms of `model`, as far as they are known before anything runs."""
+    found: list[LossTerm] = []
+
+    def terms_of(micro_batch: Any) -> None:
+        found.extend(_terms(model, micro_batch))
+
+    if tf.executing_eagerly():
+        terms_of(take(batch, 0, 1))
+    else:
+        specs = tf.nest.map_structure(_spec, batch, expand_composites=False)
+        tf.function(terms_of, autograph=False).get_concrete_function(specs)
+    for term in found:
+        if term.reduction in (None, "none"):
+            raise ValueError(
+                "Received a loss with `reduction=None`: it leaves one value per sample, "
+                "which is no loss to minimise. Give it `reduction='sum_over_batch_size'` "
+                "or `reduction='sum'`."
+            )
+    return found
+
+
+def _spec(leaf: Any) -> Any:
+    return None if leaf is None else tf.type_spec_from_value(leaf)
+
+
+def _terms(model: keras.Model, micro_batch: Any) -> list[LossTerm]:
+    """The terms of a training loss, without an effect on any state of the model."""
+    x, y, sample_weight = micro_batch
+    # A stateless scope does not look outside for what a regulariser reads.
+    weights = [(v, v) for v in model.trainable_variables if v.regularizer is not None]
+    with keras.StatelessScope(weights, collect_losses=True), record_terms() as terms:
+        compute_loss(model, x, y, call(model, x), sample_weight)
+    return terms
+
+
+def _loss_function(
+    model: keras.Model, batch: Any, split: Split, terms: list[LossTerm]
+) -> Callable[[Any, tf.Tensor], tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]]:
+    """From a micro-batch and its samples to its loss, its weight, and its loss terms."""
+    hook = getattr(model, "compute_loss_weight", None)
+    weighted = [i for i, term in enumerate(terms) if not (term.per_sample or term.summed)]
+    alone = hook is not None or len(terms) == len(weighted) == 1
+    totals = {} if alone else _totals(model, batch, split, weighted)
+    rows = tf.cast(rows_of(batch), "float32")
+
+    def loss_of(micro_batch: Any, micro_rows: tf.Tensor) -> Any:
+        x, y, sample_weight = micro_batch
+        weight = tf.cast(micro_rows, "float32")
+        met: list[LossTerm] = []
+        values: list[tf.Tensor] = []
+
+        def adjust(*reduced: Any) -> tf.Tensor:
+            *described, loss = reduced
+            term = describe(*described)
+            factor = _factor(term, rows / weight, totals.get(len(met)))
+            values.append(loss * tf.cast(factor, loss.dtype))
+            met.append(term)
+            return values[-1]
+
+        y_pred = call(model, x)
+        with listen_to_reductions(adjust):
+            loss = compute_loss(model, x, y, y_pred, sample_weight)
+        model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        pool_calls(model)
+        if hook is not None:
+            weight = tf.cast(hook(x, y, y_pred, sample_weight), "float32")
+        elif alone:
+            weight = met[0].weight
+        return loss, weight, values
+
+    return loss_of
+
+
+def _factor(term: LossTerm, inverse: tf.Tensor, total: tf.Tensor | None) -> Any:
+    """f_oi above, with `inverse` for n / n_i and `total` for W_o."""
+    if term.summed:
+        return inverse
+    if total is None:
+        return 1.0
+    return inverse * tf.math.divide_no_nan(term.weight, total)
+
+
+def _totals(
+    model: keras.Model, batch: Any, split: Split, weighted: list[int]
+) -> dict[int, tf.Tensor]:
+    """The denominators of the terms `weighted` over the whole batch, by their index."""
+    if not weighted:
+        return {}
+
+    def step(micro_batch: Any, _: tf.Tensor, totals: Any) -> Any:
+        terms = _terms(model, micro_batch)
+        return [total + terms[i].weight for total, i in zip(totals, weighted)]
+
+    totals = for_each_micro_batch(step, batch, [tf.zeros(())] * len(weighted), split)
+    return dict(zip(weighted, totals))

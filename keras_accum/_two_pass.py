@@ -1,0 +1,153 @@
+"""A step for losses that couple the samples of a batch, at the memory of a micro-batch.
+
+A contrastive loss, a Dice loss over the batch or a ranking loss is no mean over samples:
+no weighting of micro-batches gives it. But it depends on the samples through their
+predictions alone, which are small. So:
+
+    1. forward: the predictions of all micro-batches, without a tape;
+    2. the loss of the whole batch, and its gradient by the predictions;
+    3. forward again with a tape, each micro-batch fed its part of that gradient.
+
+As gradient caching does for retrieval (Gao et al., 2021, "Scaling Deep Contrastive
+Learning Batch Size under Memory Limited Setup"). The first pass runs on a copy of the
+state: the second draws the same random numbers, and moves statistics once.
+"""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ._accumulate import Window, accumulate
+from ._batch_norm import pool_calls
+from ._keras_private import (
+    call,
+    call_losses,
+    compute_loss,
+    forget_call_losses,
+    keras_mask,
+    with_keras_mask,
+)
+from ._loop import Split, for_each_micro_batch, rows_of, take
+
+
+def accumulate_coupled(model: keras.Model, batch: Any, split: Split) -> Window:
+    """The loss and the gradients of `model` for `batch`, whatever its loss couples."""
+    x, y, sample_weight = batch
+    variables = model.trainable_weights
+    scale = model.optimizer.scale_loss
+    y_pred = predict(model, x, split)
+
+    forget_call_losses(model)
+    outputs = tf.nest.flatten(y_pred)
+    with tf.GradientTape() as tape:
+        tape.watch(outputs)
+        loss = compute_loss(model, x, y, y_pred, sample_weight)
+        target = scale(loss)
+    values = [v.value for v in variables]
+    cotangents, direct = tape.gradient(target, (outputs, values))
+    model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+    rows = tf.cast(rows_of(batch), "float32")
+
+    def loss_of(micro_batch: Any, micro_rows: tf.Tensor) -> Any:
+        x, cotangents = micro_batch
+        predictions = tf.nest.flatten(call(model, x))
+        pool_calls(model)
+        carried = [
+            tf.reduce_sum(tf.cast(p, "float32") * tf.cast(c, "float32"))
+            for p, c in zip(predictions, cotangents)
+            if c is not None
+        ]
+        share = tf.cast(micro_rows, "float32") / rows
+        added = [tf.reduce_sum(tf.cast(v, "float32")) * share for v in call_losses(model)]
+        extra = tf.add_n(added) if added else tf.zeros(())
+        return tf.add_n([*carried, scale(extra)]), tf.ones(()), [extra]
+
+    window = accumulate(loss_of, variables, (x, cotangents), split, "sum", parts=1)
+    gradients = [_sum(g, d) for g, d in zip(window.gradients, direct)]
+    loss = tf.cast(loss, "float32") + window.parts[0]
+    return Window(loss, gradients, rows, [])
+
+
+def predict(model: keras.Model, x: Any, split: Split) -> Any:
+    """The training predictions for `x`, without an effect on any state of the model."""
+    spec, masks, moved = _describe(model, x)
+    rows = rows_of(x)
+    buffers = [tf.zeros(tf.concat([[rows], s], 0), t.dtype) for t, s in spec]
+    # The state that a call moves travels through the loop instead.
+    start = (buffers, [tf.convert_to_tensor(v.value) for v in moved])
+
+    def step(micro_batch: Any, _: tf.Tensor, state: Any) -> Any:
+        (x, positions), (buffers, values) = micro_batch, state
+        known = list(zip(moved, values))
+        with keras.StatelessScope(known, collect_losses=True) as scope:
+            found = _unpack(call(model, x))
+            values = [scope.get_current_value(v) for v in moved]
+        positions = tf.expand_dims(positions, -1)
+        buffers = [
+            tf.tensor_scatter_nd_update(b, positions, f) for b, f in zip(buffers, found)
+        ]
+        return buffers, values
+
+    buffers, _ = for_each_micro_batch(step, (x, tf.range(rows)), start, split)
+    return masks.pack(buffers)
+
+
+class _Masks:
+    """Which of the predictions have a mask, and how they are nested."""
+
+    def __init__(self, y_pred: Any) -> None:
+        self.structure = tf.nest.map_structure(lambda _: 0, y_pred)
+        self.masked = [keras_mask(p) is not None for p in tf.nest.flatten(y_pred)]
+
+    def pack(self, flat: list[tf.Tensor]) -> Any:
+        """Predictions nested as they were, from the list of them and of their masks."""
+        count = len(self.masked)
+        rest = iter(flat[count:])
+        masks = [next(rest) if masked else None for masked in self.masked]
+        values = [with_keras_mask(p, m) for p, m in zip(flat[:count], masks)]
+        return tf.nest.pack_sequence_as(self.structure, values)
+
+
+def _unpack(y_pred: Any) -> list[tf.Tensor]:
+    """The predictions, and behind them the masks of those that have one."""
+    predictions = tf.nest.flatten(y_pred)
+    masks = [keras_mask(p) for p in predictions]
+    return [*predictions, *[mask for mask in masks if mask is not None]]
+
+
+def _describe(model: keras.Model, x: Any) -> tuple[list, _Masks, list[keras.Variable]]:
+    """Types and shapes of the predictions and masks, and what variables a call moves."""
+    found: dict[str, Any] = {}
+
+    def look(x: Any) -> list[tf.Tensor]:
+        with keras.StatelessScope(collect_losses=True) as scope:
+            y_pred = call(model, x)
+            found["masks"] = _Masks(y_pred)
+            found["all"] = _unpack(y_pred)
+            found["moved"] = [
+                v for v in model.variables if scope.get_current_value(v) is not None
+            ]
+        return [tf.shape(tensor)[1:] for tensor in found["all"]]
+
+    one = take(x, 0, 1)
+    if tf.executing_eagerly():
+        shapes = look(one)
+    else:
+        looked = tf.function(look, autograph=False)
+        looked.get_concrete_function(one)
+        static = [tensor.shape[1:] for tensor in found["all"]]
+        if all(shape.is_fully_defined() for shape in static):
+            shapes = [tf.constant(shape.as_list(), "int32") for shape in static]
+        else:
+            # Sizes that only data tell: one sample tells them.
+            shapes = looked(one)
+    return list(zip(found["all"], shapes)), found["masks"], found["moved"]
+
+
+def _sum(gradient: tf.Tensor | None, direct: Any) -> tf.Tensor | None:
+    if direct is None:
+        return gradient
+    direct = tf.convert_to_tensor(direct)
+    return direct if gradient is None else gradient + tf.cast(direct, gradient.dtype)
