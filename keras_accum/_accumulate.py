@@ -100,9 +100,10 @@ def accumulate_gradients(
         normalised by what.
     """
     split = Split(accum_steps, micro_batch_size)
-    batch = check_batch(batch)
-    loss_of = _weighted(loss_fn)
-    window = accumulate(loss_of, variables, batch, split, reduction, scale_loss)
+    batch, checks = check_batch(batch)
+    with tf.control_dependencies(checks):
+        loss_of = _weighted(loss_fn)
+        window = accumulate(loss_of, variables, batch, split, reduction, scale_loss)
     return window.loss, window.gradients
 
 

@@ -182,14 +182,16 @@ def _if_any(size: Size, count: Size) -> Size:
     return tf.where(size > 0, count, 0)
 
 
-def check_batch(batch: Any) -> Any:
+def check_batch(batch: Any) -> tuple[Any, list[Any]]:
     """`batch`, with Python numbers and arrays as tensors, or refused.
+
+    Returns:
+        The batch, and what has to run before it is used: in a graph, checks of sizes
+        that are not known before.
 
     Raises:
         ValueError: if it has no tensor, a scalar, no sample, or tensors that differ in
             the number of samples.
-        tf.errors.InvalidArgumentError: in a graph, when it runs, where the numbers are
-            not known before.
     """
     batch = tf.nest.map_structure(_as_tensor, batch, expand_composites=False)
     tensors = [leaf for leaf in leaves(batch) if leaf is not None]
@@ -211,18 +213,11 @@ def check_batch(batch: Any) -> Any:
         raise ValueError(f"{_UNEQUAL} Received shapes: {shapes}")
     if known == {0}:
         raise ValueError(_EMPTY)
-    if known and len(known) == 1 and all(isinstance(size, int) for size in sizes):
-        return batch
     checks = [
         tf.debugging.assert_equal(size, sizes[0], message=_UNEQUAL) for size in sizes[1:]
     ]
     checks.append(tf.debugging.assert_positive(sizes[0], message=_EMPTY))
-    with tf.control_dependencies([check for check in checks if check is not None]):
-        return tf.nest.map_structure(
-            lambda leaf: None if leaf is None else tf.identity(leaf),
-            batch,
-            expand_composites=True,
-        )
+    return batch, [check for check in checks if check is not None]
 
 
 _UNEQUAL = "All tensors of a batch must have the same number of samples."

@@ -38,6 +38,11 @@ class LossTerm:
         """Whether the losses of the samples were added up, or left apart."""
         return self.reduction in ("sum", "none", None)
 
+    @property
+    def weighted(self) -> bool:
+        """Whether its denominator depends on more than the number of samples."""
+        return not (self.per_sample or self.summed or self.weight is None)
+
 
 @contextlib.contextmanager
 def record_terms() -> Iterator[list[LossTerm]]:
@@ -94,11 +99,7 @@ def batch_weight(terms: Sequence[LossTerm], summed: bool) -> tf.Tensor | None:
             "`AccumOptimizer(..., reduction='sum')`; for the mean, give the loss "
             "`reduction='sum_over_batch_size'`."
         )
-    if not terms:
-        _warn_unknown("`compute_loss` computes its loss without a Keras loss")
-        return None
-    if any(term.weight is None for term in terms):
-        _warn_unknown("a loss function returns a scalar, whose denominator is lost")
+    if warn_if_unknown(terms, _ALL_THE_SAME):
         return None
     if len(terms) > 1 and not all(term.per_sample for term in terms):
         warnings.warn(
@@ -112,14 +113,26 @@ def batch_weight(terms: Sequence[LossTerm], summed: bool) -> tf.Tensor | None:
     return terms[0].weight
 
 
-def _warn_unknown(reason: str) -> None:
+_ALL_THE_SAME = (
+    "Every micro-batch of a window will count the same, which is the large batch only if "
+    "all have the same number of samples. Return one value per sample and let Keras take "
+    "the mean, or call `optimizer.apply(gradients, variables, weight=...)`."
+)
+
+
+def warn_if_unknown(terms: Sequence[LossTerm], consequence: str) -> bool:
+    """Warn if the denominator of some loss cannot be known; whether that is so."""
+    if not terms:
+        reason = "`compute_loss` computes its loss without a Keras loss"
+    elif any(term.weight is None for term in terms):
+        reason = "a loss function returns a scalar, whose denominator is lost"
+    else:
+        return False
     warnings.warn(
-        f"The weight of a micro-batch cannot be known, because {reason}. Every "
-        "micro-batch of a window will count the same, which is the large batch only if "
-        "all have the same number of samples. Return one value per sample and let Keras "
-        "take the mean, or call `optimizer.apply(gradients, variables, weight=...)`.",
+        f"The weight of a micro-batch cannot be known, because {reason}. {consequence}",
         stacklevel=2,
     )
+    return True
 
 
 def _total(sample_weight: Any, mask: Any) -> tf.Tensor:

@@ -374,12 +374,12 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         guards, kept = self._screen([g for g in grads if g is not None])
         with tf.control_dependencies(guards):
             window.add(grads, indices, weight, kept)
-        _replica.together(
-            lambda: run_if(
-                window.count(given, self._next_length),
-                lambda: self._close_window(given),
+            _replica.together(
+                lambda: run_if(
+                    window.count(given, self._next_length),
+                    lambda: self._close_window(given),
+                )
             )
-        )
 
     def _check(
         self, grads: list[Gradient], variables: Sequence[keras.Variable] | None

@@ -29,10 +29,20 @@ from ._keras_private import (
     track_loss,
     tracked_apart,
 )
-from ._loop import Split, check_batch, for_each_micro_batch, rows_of, take
-from ._loss import LossTerm, describe, record_terms
+from ._loop import Split, check_batch, for_each_micro_batch, leaves, rows_of, take
+from ._loss import LossTerm, describe, record_terms, warn_if_unknown
 from ._optimizer import GradientAccumulationOptimizer
 from ._two_pass import accumulate_coupled
+
+_BY_SAMPLES = (
+    "Micro-batches will weigh by their samples. Return one value per sample and let "
+    "Keras take the mean, or define `compute_loss_weight(self, x, y, y_pred, "
+    "sample_weight)` on the model."
+)
+_BAD_WEIGHT = (
+    "A sample weight is NaN or infinite. Sample weights must be finite numbers: replace "
+    "it, by 0 to leave the sample out."
+)
 
 
 def train_step(
@@ -50,7 +60,23 @@ def train_step(
         The metrics of the model, by name.
     """
     build_for(model, data)
-    batch = check_batch(keras.utils.unpack_x_y_sample_weight(data))
+    batch, checks = check_batch(keras.utils.unpack_x_y_sample_weight(data))
+    checks += _check_weights(batch[2])
+    # In a graph, what does not depend on a check does not wait for it.
+    with tf.control_dependencies(checks):
+        _update(model, batch, split, two_pass)
+    return model.get_metrics_result()
+
+
+def _check_weights(sample_weight: Any) -> list[tf.Tensor]:
+    return [
+        tf.debugging.check_numerics(weight, _BAD_WEIGHT)
+        for weight in leaves(sample_weight)
+        if weight is not None and weight.dtype.is_floating
+    ]
+
+
+def _update(model: keras.Model, batch: Any, split: Split, two_pass: bool) -> None:
     optimizer, first = model.optimizer, True
     if isinstance(optimizer, GradientAccumulationOptimizer):
         optimizer.scale_for(model)
@@ -64,7 +90,6 @@ def train_step(
             window = accumulate_model(model, batch, split)
         track(window.loss, window.parts, rows_of(batch))
     update(model, window)
-    return model.get_metrics_result()
 
 
 def accumulate_model(model: keras.Model, batch: Any, split: Split) -> Window:
@@ -133,7 +158,9 @@ def _loss_function(
 ) -> Callable[[Any, tf.Tensor], tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]]:
     """From a micro-batch and its samples to its loss, its weight, and its loss terms."""
     hook = getattr(model, "compute_loss_weight", None)
-    weighted = [i for i, term in enumerate(terms) if not (term.per_sample or term.summed)]
+    if hook is None:
+        warn_if_unknown(terms, _BY_SAMPLES)
+    weighted = [i for i, term in enumerate(terms) if term.weighted]
     alone = hook is not None or len(terms) == len(weighted) == 1
     totals = {} if alone else _totals(model, batch, split, weighted)
     rows = tf.cast(rows_of(batch), "float32")
@@ -182,7 +209,7 @@ def _totals(
     if not weighted:
         return {}
 
-    def step(micro_batch: Any, _: tf.Tensor, totals: Any) -> Any:
+    def step(micro_batch: Any, rows: tf.Tensor, totals: Any) -> Any:
         terms = _terms(model, micro_batch)
         return [total + terms[i].weight for total, i in zip(totals, weighted)]
 

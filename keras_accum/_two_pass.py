@@ -78,7 +78,7 @@ def predict(model: keras.Model, x: Any, split: Split) -> Any:
     # The state that a call moves travels through the loop instead.
     start = (buffers, [tf.convert_to_tensor(v.value) for v in moved])
 
-    def step(micro_batch: Any, _: tf.Tensor, state: Any) -> Any:
+    def step(micro_batch: Any, rows: tf.Tensor, state: Any) -> Any:
         (x, positions), (buffers, values) = micro_batch, state
         known = list(zip(moved, values))
         with keras.StatelessScope(known, collect_losses=True) as scope:
