@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from . import _replica
 from ._gradients import Gradient, weigh
+from ._keras_private import compiled_by_xla
 
 
 class Accumulator:
@@ -116,10 +117,56 @@ class Accumulator:
             total *= unit
         return _replica.sum_over_replicas([*sums, total, _read(self.dropped)])
 
-    def clear(self) -> None:
-        """Forget the sums and their weight, by assignment: 0 times NaN is NaN."""
-        for variable in [*self.sums, self.total, self.unit, self.dropped]:
-            variable.assign(tf.zeros(variable.shape, variable.dtype))
+    def divide(
+        self, indices: Sequence[int], sums: Sequence[tf.Tensor], divisor: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """The `sums` of `indices`, reduced, over `divisor`; maxima as they are.
+
+        The means take the place of the sums, one after the other: a second copy of them
+        all is never in memory.
+        """
+        means: list[tf.Tensor] = []
+        previous: list[tf.Tensor] = []
+        for index, total in zip(indices, sums):
+            if not self.overwrites[index]:
+                with tf.control_dependencies(previous):
+                    variable = self.sums[index]
+                    mean = tf.math.divide_no_nan(total, tf.cast(divisor, total.dtype))
+                    variable.assign(mean)
+                    total = _read(variable)
+                previous = [] if tf.executing_eagerly() else [total]
+            means.append(total)
+        return means
+
+    def clear(self, updated: Sequence[keras.Variable] = ()) -> None:
+        """Forget the sums and their weight, by assignment: 0 times NaN is NaN.
+
+        Args:
+            updated: the trained variables, if they have just been updated by the sums.
+        """
+        for variable in [self.total, self.unit, self.dropped]:
+            variable.assign(tf.zeros((), variable.dtype))
+        for i, variable in enumerate(self.sums):
+            if updated:
+                variable.assign(self._zeros_after(updated[i], variable))
+            else:
+                variable.assign(tf.zeros(variable.shape, variable.dtype))
+
+    def _zeros_after(self, updated: keras.Variable, like: keras.Variable) -> tf.Tensor:
+        """Zeros for a sum, made only when the variable that it updates has its value.
+
+        Zeros that depend on nothing are made early, all of them at once: one more copy
+        of the parameters. XLA, which minds no control dependencies, even keeps a copy of
+        each sum, lest it be overwritten before it is read.
+        """
+        after = tf.convert_to_tensor(updated)
+        # In a window, which only run time knows: a graph would keep constant zeros.
+        outside = tf.less_equal(self.micro_step.value, 0)
+        if compiled_by_xla():
+            after = tf.cast(after, like.dtype)
+            return tf.where(outside, after, tf.zeros((), like.dtype))
+        with tf.control_dependencies([] if tf.executing_eagerly() else [after]):
+            return tf.fill(like.shape, tf.cast(outside, like.dtype))
 
     # For all replicas together.
 

@@ -37,8 +37,9 @@ def global_norm(gradients: Sequence[tf.Tensor]) -> tf.Tensor:
 
     In float32 whatever the gradients are: squares of float16 values overflow at 256.
     """
-    squares = [tf.reduce_sum(tf.square(tf.cast(g, "float32"))) for g in gradients]
-    return tf.sqrt(tf.add_n(squares)) if squares else tf.zeros(())
+    # `l2_loss` is half the sum of squares, and needs no memory for the squares.
+    halves = [tf.nn.l2_loss(tf.cast(g, "float32")) for g in gradients]
+    return tf.sqrt(2.0 * tf.add_n(halves)) if halves else tf.zeros(())
 
 
 def check_gradients(

@@ -439,7 +439,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         last micro-batch had.
         """
         self._for_those_reached(given, self._update_or_skip)
-        _replica.on_each(self._accumulator.clear)
+        _replica.on_each(self._accumulator.clear, self._trainable_variables)
         self._accumulator.restart()
 
     def _for_those_reached(self, given: Sequence[int], update: Any) -> None:
@@ -489,18 +489,16 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
 
     def _update(self, indices: Sequence[int], sums: Sequence[tf.Tensor]) -> None:
         """Make one step of the inner optimizer with the mean gradient of the window."""
+        window = self._accumulator
         variables = [self._trainable_variables[i] for i in indices]
         divisor = tf.ones(()) if self.reduction == "sum" else sums[-2]
         if (scale := self._scale()) is not None:
             divisor = divisor * tf.cast(scale, "float32")
-        replaced = [self._accumulator.overwrites[i] for i in indices]
-        grads = [
-            s if as_is else tf.math.divide_no_nan(s, tf.cast(divisor, s.dtype))
-            for s, as_is in zip(sums[:-2], replaced)
-        ]
-        norm = global_norm([g for g, as_is in zip(grads, replaced) if not as_is])
-        self._last_gradient_norm.assign(norm)
-        grads = [tf.cast(g, v.dtype) for g, v in zip(grads, variables)]
+        replaced = [window.overwrites[i] for i in indices]
+        norm = global_norm([s for s, as_is in zip(sums, replaced) if not as_is])
+        self._last_gradient_norm.assign(tf.math.divide_no_nan(norm, divisor))
+        means = window.divide(indices, sums, divisor)
+        grads = [tf.cast(mean, v.dtype) for mean, v in zip(means, variables)]
         if (factor := self.adaptive_clip_factor) is not None:
             weights = [tf.convert_to_tensor(v) for v in variables]
             clipped = clip_adaptively(grads, weights, factor)

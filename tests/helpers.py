@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import keras_accum as ka
+
 SAMPLES = 26
 
 
@@ -127,3 +129,61 @@ def assert_refused(function, error, message):
         assert str(caught) == message
     else:
         raise AssertionError(f"nothing was raised, instead of: {message}")
+
+
+def train_twice(make, arrays, mode="eager", split=None, *, optimizer=None, **how):
+    """Two steps of `make()` on `arrays`, in micro-batches where there is a `split`.
+
+    Args:
+        make: gives a built model.
+        arrays: as for `train_on_batch`.
+        mode: as for `compile_in`.
+        split: as for `accumulate`, or None for a plain step on all samples.
+        optimizer: gives an optimizer; by default SGD with momentum.
+        how: `options`, which gives more arguments of `compile`; `two_pass`; and the
+            arguments of `train_on_batch`.
+
+    Returns:
+        The model, and the logs of the second step.
+    """
+    options, two_pass = how.pop("options", None), how.pop("two_pass", False)
+    keras.utils.set_random_seed(11)
+    model = make()
+    if split is not None:
+        ka.accumulate(model, **split, two_pass=two_pass)
+    optimizer = optimizer() if optimizer else keras.optimizers.SGD(0.2, momentum=0.9)
+    compile_in(model, mode, optimizer, **(options() if options else {}))
+    for _ in range(2):
+        logs = model.train_on_batch(*arrays, return_dict=True, **how)
+    return model, logs
+
+
+def mean_of_means(make, arrays, sizes, options=None):
+    """`train_twice` as everyone else accumulates: the plain mean over micro-batches."""
+    keras.utils.set_random_seed(11)
+    optimizer = keras.optimizers.SGD(0.2, momentum=0.9)
+    model = compile_in(make(), "eager", optimizer, **(options() if options else {}))
+    values = [v.value for v in model.trainable_variables]
+    bounds = np.cumsum([0, *sizes])
+    for _ in range(2):
+        found = []
+        for first, last in zip(bounds, bounds[1:]):
+            part = tf.nest.map_structure(lambda a: a[first:last], arrays)  # noqa: B023
+            x, y, weight = keras.utils.unpack_x_y_sample_weight(part)
+            with tf.GradientTape() as tape:
+                loss = model.compute_loss(x, y, model(x, training=True), weight)
+            found.append(tape.gradient(loss, values))
+        mean = [tf.add_n([tf.convert_to_tensor(g) for g in gs]) for gs in zip(*found)]
+        optimizer.apply([g / len(sizes) for g in mean], model.trainable_variables)
+    return model
+
+
+def assert_same_step(found, oracle, rtol=1e-6):
+    """Raise unless two results of `train_twice` agree: all state, loss and metrics."""
+    (model, logs), (expected, expected_logs) = found, oracle
+    assert_close(model.get_weights(), expected.get_weights(), rtol, "weights")
+    assert_close(slots(model.optimizer), slots(expected.optimizer), 10 * rtol, "slots")
+    assert int(model.optimizer.iterations) == int(expected.optimizer.iterations)
+    assert logs.keys() == expected_logs.keys()
+    for name in logs:
+        assert_close(logs[name], expected_logs[name], 2 * rtol, name)
