@@ -91,6 +91,14 @@ def batch_weight(terms: Sequence[LossTerm], summed: bool) -> tf.Tensor | None:
     """
     if summed:
         return None
+    check_mean(terms)
+    if warn_if_unknown(terms, _ALL_THE_SAME):
+        return None
+    return terms[0].weight
+
+
+def check_mean(terms: Sequence[LossTerm]) -> None:
+    """Refuse, or warn of, losses of which a window cannot take one weighted mean."""
     if any(term.summed for term in terms):
         raise ValueError(
             "Received a loss with `reduction='sum'` (or None) in an optimizer with "
@@ -99,9 +107,7 @@ def batch_weight(terms: Sequence[LossTerm], summed: bool) -> tf.Tensor | None:
             "`AccumOptimizer(..., reduction='sum')`; for the mean, give the loss "
             "`reduction='sum_over_batch_size'`."
         )
-    if warn_if_unknown(terms, _ALL_THE_SAME):
-        return None
-    if len(terms) > 1 and not all(term.per_sample for term in terms):
+    if len(terms) > 1 and any(term.weighted for term in terms):
         warnings.warn(
             "This model has several losses, and masks, sample weights or variable "
             "lengths may give each of them another denominator. One gradient for all of "
@@ -110,7 +116,6 @@ def batch_weight(terms: Sequence[LossTerm], summed: bool) -> tf.Tensor | None:
             "micro-batch.",
             stacklevel=2,
         )
-    return terms[0].weight
 
 
 _ALL_THE_SAME = (

@@ -30,7 +30,7 @@ from ._keras_private import (
     tracked_apart,
 )
 from ._loop import Split, check_batch, for_each_micro_batch, leaves, rows_of, take
-from ._loss import LossTerm, describe, record_terms, warn_if_unknown
+from ._loss import LossTerm, check_mean, describe, record_terms, warn_if_unknown
 from ._optimizer import GradientAccumulationOptimizer
 from ._two_pass import accumulate_coupled
 
@@ -94,14 +94,17 @@ def _update(model: keras.Model, batch: Any, split: Split, two_pass: bool) -> Non
 
 def accumulate_model(model: keras.Model, batch: Any, split: Split) -> Window:
     """The loss and the gradients of `model` for `batch`; its metrics are updated."""
-    terms = probe(model, batch)
+    terms, optimizer = probe(model, batch), model.optimizer
+    accumulates = isinstance(optimizer, GradientAccumulationOptimizer)
+    if accumulates and optimizer.reduction == "mean":
+        check_mean(terms)
     loss_of = _loss_function(model, batch, split, terms)
     return accumulate(
         loss_of,
         model.trainable_weights,
         batch,
         split,
-        scale_loss=model.optimizer.scale_loss,
+        scale_loss=optimizer.scale_loss,
         parts=len(terms),
     )
 
@@ -174,10 +177,12 @@ def _loss_function(
         def adjust(*reduced: Any) -> tf.Tensor:
             *described, loss = reduced
             term = describe(*described)
-            factor = _factor(term, rows / weight, totals.get(len(met)))
-            values.append(loss * tf.cast(factor, loss.dtype))
+            if hook is None:
+                factor = _factor(term, rows / weight, totals.get(len(met)))
+                loss *= tf.cast(factor, loss.dtype)
             met.append(term)
-            return values[-1]
+            values.append(loss)
+            return loss
 
         y_pred = call(model, x)
         with listen_to_reductions(adjust):
