@@ -24,8 +24,8 @@ class Accumulator:
     """The running sum of the gradients of one window.
 
     Variables: one sum per trained variable, and a few scalars. What each replica adds
-    for itself (`sums`, `total`, `unit`, `dropped`) is its own until the window's end;
-    what they count together (`micro_step`, `length`, `reached`) is the same on all.
+    for itself (`sums`, `total`, `unit`, `dropped`, `reached`) is its own until the
+    window's end; what they count together (`micro_step`, `length`) is the same on all.
 
     Args:
         variables: the trained variables, in the order of their gradients.
@@ -53,7 +53,7 @@ class Accumulator:
         self.dropped = _own_variable("dropped", (), "float32")
         self.micro_step = _shared_variable("micro_step", (), "int64")
         self.length = _shared_variable("window_length", (), "int64")
-        self.reached = _shared_variable("reached", (len(variables),), "bool")
+        self.reached = _own_variable("reached", (len(variables),), "float32")
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -79,19 +79,27 @@ class Accumulator:
             kept: scalar bool tensor, False to drop the micro-batch, or None.
         """
         if not self.weighted:
-            weight = tf.ones(())
+            weight = tf.where(tf.equal(weight, 0.0), 0.0, 1.0)
+        counts = tf.ones(())
         if kept is not None:
+            counts = tf.cast(kept, "float32")
             weight = tf.where(kept, weight, 0.0)
-            self.dropped.assign_add(tf.where(kept, 0.0, 1.0))
+            self.dropped.assign_add(1.0 - counts)
         share = self._share(weight)
         self.total.assign_add(share)
         for gradient, index in zip(gradients, indices):
             if gradient is None:
                 continue
             if self.overwrites[index]:
-                self._raise_to(gradient, index)
+                self._raise_to(gradient, index, share)
             else:
                 _add_to(self.sums[index], weigh(gradient, share, self.sums[index].dtype))
+        given = {i for i, g in zip(indices, gradients) if g is not None}
+        marks = [float(i in given) for i in range(len(self.sums))]
+        # A maximum has no value yet from what weighs nothing; a sum has its zero.
+        weighs = tf.cast(tf.not_equal(share, 0.0), "float32")
+        each = [weighs if overwrites else counts for overwrites in self.overwrites]
+        self.reached.assign_add(marks * tf.stack(each))
 
     def _share(self, weight: tf.Tensor) -> tf.Tensor:
         """`weight` in units of the window's first."""
@@ -100,11 +108,15 @@ class Accumulator:
         self.unit.assign(unit)
         return tf.math.divide_no_nan(weight, unit)
 
-    def _raise_to(self, value: tf.Tensor, index: int) -> None:
-        """Keep the largest value of the window; its first replaces the zero."""
+    def _raise_to(self, value: tf.Tensor, index: int, share: tf.Tensor) -> None:
+        """Keep the largest value of the window, of micro-batches that weigh anything."""
         held, value = _read(self.sums[index]), tf.cast(value, self.sums[index].dtype)
-        reached = tf.convert_to_tensor(self.reached.value)[index]
-        self.sums[index].assign(tf.where(reached, tf.maximum(held, value), value))
+        larger = tf.where(self._filled(index), tf.maximum(held, value), value)
+        self.sums[index].assign(tf.where(tf.equal(share, 0.0), held, larger))
+
+    def _filled(self, index: int) -> tf.Tensor:
+        """Whether a micro-batch that weighs anything has reached a variable."""
+        return _read(self.reached)[index] > 0
 
     def reduce(self, indices: Sequence[int]) -> list[tf.Tensor]:
         """The sums of `indices`, `total` and `dropped`, over all replicas."""
@@ -118,17 +130,26 @@ class Accumulator:
         return _replica.sum_over_replicas([*sums, total, _read(self.dropped)])
 
     def divide(
-        self, indices: Sequence[int], sums: Sequence[tf.Tensor], divisor: tf.Tensor
+        self,
+        indices: Sequence[int],
+        sums: Sequence[tf.Tensor],
+        divisor: tf.Tensor,
+        variables: Sequence[keras.Variable],
     ) -> list[tf.Tensor]:
         """The `sums` of `indices`, reduced, over `divisor`; maxima as they are.
+
+        A maximum that nothing has reached is the value of its variable.
 
         The means take the place of the sums, one after the other: a second copy of them
         all is never in memory.
         """
         means: list[tf.Tensor] = []
         previous: list[tf.Tensor] = []
-        for index, total in zip(indices, sums):
-            if not self.overwrites[index]:
+        for index, total, trained in zip(indices, sums, variables):
+            if self.overwrites[index]:
+                own = tf.cast(tf.convert_to_tensor(trained), total.dtype)
+                total = tf.where(self._filled(index), total, own)
+            else:
                 with tf.control_dependencies(previous):
                     variable = self.sums[index]
                     mean = tf.math.divide_no_nan(total, tf.cast(divisor, total.dtype))
@@ -144,8 +165,8 @@ class Accumulator:
         Args:
             updated: the trained variables, if they have just been updated by the sums.
         """
-        for variable in [self.total, self.unit, self.dropped]:
-            variable.assign(tf.zeros((), variable.dtype))
+        for variable in [self.total, self.unit, self.dropped, self.reached]:
+            variable.assign(tf.zeros(variable.shape, variable.dtype))
         for i, variable in enumerate(self.sums):
             if updated:
                 variable.assign(self._zeros_after(updated[i], variable))
@@ -170,11 +191,10 @@ class Accumulator:
 
     # For all replicas together.
 
-    def count(self, indices: Sequence[int], length: Callable[[], tf.Tensor]) -> tf.Tensor:
-        """Count one micro-step that gave gradients for `indices`; True if it is the last.
+    def count(self, length: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """Count one micro-step; True if it is the window's last.
 
         Args:
-            indices: positions of the trained variables that were added to.
             length: gives the number of micro-steps of a window that begins now.
         """
         taken = tf.convert_to_tensor(self.micro_step.value)
@@ -184,14 +204,11 @@ class Accumulator:
         taken += 1
         self.length.assign(held)
         self.micro_step.assign(taken)
-        marks = [index in set(indices) for index in range(len(self.sums))]
-        self.reached.assign(tf.logical_or(self.reached.value, marks))
         return tf.greater_equal(taken, held)
 
     def restart(self) -> None:
         """Begin a new window."""
         self.micro_step.assign(tf.zeros((), "int64"))
-        self.reached.assign(tf.zeros((len(self.sums),), "bool"))
 
 
 def sum_dtype(variable: keras.Variable | tf.Variable, dtype: str | None) -> str:

@@ -91,9 +91,10 @@ def check_weight(weight: Any) -> tf.Tensor:
             "`weight` must be a scalar, the denominator of the micro-batch's mean loss. "
             f"Received a tensor of shape {tuple(weight.shape)}: pass its sum."
         )
-    if tf.executing_eagerly() and not weight >= 0:
+    known = tf.get_static_value(weight)
+    if known is not None and not 0 <= known < float("inf"):
         raise ValueError(
-            f"`weight` must be a number of at least 0. Received: {float(weight)}"
+            f"`weight` must be a finite number of at least 0. Received: {float(known)}"
         )
     return weight
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
-from . import _replica
 from ._arguments import check_option
 from ._keras_private import flatten_layers
 from ._optimizer import GradientAccumulationOptimizer
@@ -62,7 +61,7 @@ class AccumulationMonitor(keras.callbacks.Callback):
         super().__init__()
         check_option("tail", tail, TAILS)
         self.tail = tail
-        self._updates_before = 0
+        self._before = self._left = 0
         self._in_epoch = False
         self._announced = False
 
@@ -92,7 +91,8 @@ class AccumulationMonitor(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Note where the updates of this epoch begin."""
-        self._updates_before = _number(self.optimizer.iterations)
+        self._before = self._closed_windows()
+        self._left = 0
         self._in_epoch = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -110,14 +110,15 @@ class AccumulationMonitor(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Close the window, and add the values of the last update to the logs."""
         self._end_epoch()
-        updates = _number(self.optimizer.iterations)
-        skipped = _number(self.optimizer.skipped_windows)
-        if updates == self._updates_before and not skipped:
+        if self.tail == "flush_end" and epoch == self.params.get("epochs", 0) - 1:
+            # Before `fit` puts averaged weights in the place of the trained ones.
+            self._flush()
+        if self._closed_windows() == self._before:
             logger.warning(
                 "Epoch %d has made no update: it has fewer micro-batches than a window "
                 "(%d held).",
                 epoch + 1,
-                _number(self.optimizer.micro_step),
+                self._left,
             )
         _add(logs, self._values())
 
@@ -138,12 +139,19 @@ class AccumulationMonitor(keras.callbacks.Callback):
         if not self._in_epoch:
             return
         self._in_epoch = False
-        left = _number(self.optimizer.micro_step)
+        self._left = _number(self.optimizer.micro_step)
         if self.tail == "flush_epoch":
             self._flush()
-        elif self.tail == "drop" and left:
+        elif self.tail == "drop" and self._left:
             self._on_replicas(self.optimizer.reset)
-            logger.warning("%d micro-batches at the end of the epoch dropped.", left)
+            logger.warning(
+                "%d micro-batches at the end of the epoch dropped.", self._left
+            )
+
+    def _closed_windows(self) -> int:
+        """Windows that have made an update, or were skipped, so far."""
+        optimizer = self.optimizer
+        return _number(optimizer.iterations) + _number(optimizer.skipped_windows)
 
     def _flush(self) -> None:
         self._on_replicas(self.optimizer.flush)
@@ -152,28 +160,31 @@ class AccumulationMonitor(keras.callbacks.Callback):
         self.model.distribute_strategy.run(function)
 
     def _announce(self, batches: int) -> None:
-        window = self.optimizer.window_length
-        updates = steps = self.params.get("steps")
-        if steps:
-            flushed = self.tail == "flush_epoch"
-            updates = f"{math.ceil(steps / window) if flushed else steps / window:g}"
+        window, steps = self.optimizer.window_length, self.params.get("steps")
+        replicas = self.model.distribute_strategy.num_replicas_in_sync
+        rows = self._micro_batch_rows(batches, replicas)
         logger.info(
             "%s samples x %d accum_steps x %d replicas = effective batch %s; %s updates "
             "per epoch; accumulators: %.1f MiB",
-            _or_unknown(rows := self._micro_batch_rows(batches)),
+            rows or "?",
             window,
-            _replica.count(),
-            _or_unknown(rows and rows * window * _replica.count()),
-            _or_unknown(updates),
+            replicas,
+            rows * window * replicas or "?",
+            f"{self._updates(steps / window):g}" if steps else "?",
             self.optimizer.accumulator_bytes / 2**20,
         )
 
-    def _micro_batch_rows(self, batches: int) -> int | None:
-        """The samples of one micro-batch on one replica, from what the loss has seen."""
+    def _updates(self, windows: float) -> float:
+        """How many updates an epoch of so many windows makes."""
+        whole = {"flush_epoch": math.ceil, "drop": math.floor}
+        return whole[self.tail](windows) if self.tail in whole else windows
+
+    def _micro_batch_rows(self, batches: int, replicas: int) -> int:
+        """The samples of one micro-batch on one replica, by what the loss has seen."""
         for metric in self.model.metrics:
             if metric.name == "loss" and isinstance(metric, keras.metrics.Mean):
-                return round(_number(metric.count) / batches / _replica.count())
-        return None
+                return round(_number(metric.count) / batches / replicas)
+        return 0
 
     def _values(self) -> dict[str, float]:
         optimizer = self.optimizer
@@ -196,10 +207,6 @@ def _add(logs: dict[str, Any] | None, values: dict[str, float]) -> None:
 def _number(value: keras.Variable | int) -> Any:
     """The Python number that a scalar variable holds, under a strategy too."""
     return np.asarray(keras.ops.convert_to_numpy(value)).item()
-
-
-def _or_unknown(value: Any) -> Any:
-    return "?" if value is None else value
 
 
 def _batch_normalizations(model: keras.Model) -> list[keras.layers.Layer]:

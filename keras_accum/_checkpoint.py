@@ -5,13 +5,14 @@ the window's stand beside them, by name. A checkpoint without a window is one of
 optimizer, or of a `LossScaleOptimizer` around it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
 
 def split_scaler(
-    saved: dict[str, Any], count: int
+    saved: dict[str, Any], variables: Sequence[keras.Variable]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Take a checkpoint apart: the inner optimizer's state, and the loss scale's.
 
@@ -20,12 +21,18 @@ def split_scaler(
 
     Args:
         saved: arrays by their number.
-        count: how many variables the inner optimizer has.
+        variables: those of the inner optimizer.
     """
-    if len(saved) != count + 4:
+    inner = {str(i): saved[str(i + 4)] for i in range(len(saved) - 4)}
+    shapes = [tuple(v.shape) for v in variables]
+    if [tuple(value.shape) for value in inner.values()] != shapes:
         return saved, {}
-    scaler = {"step_counter": saved["2"], "dynamic_scale": saved["3"]}
-    return {str(i): saved[str(i + 4)] for i in range(count)}, scaler
+    scaler = {
+        "step_counter": saved["2"],
+        "dynamic_scale": saved["3"],
+        "scales_dynamically": True,
+    }
+    return inner, scaler
 
 
 def check_saved_window(saved: dict[str, Any], state: dict[str, keras.Variable]) -> None:

@@ -7,7 +7,9 @@ is clipped, the inner optimizer updates, and the accumulators are cleared.
 """
 
 import contextlib
+import copy
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -153,10 +155,13 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         self.adaptive_clip_factor = adaptive_clip_factor
         self.on_nonfinite = on_nonfinite
         self._scaler_inside = scaler is not None
-        self.scales_dynamically = scaler is not None
         self._static_scale = static_scale
         self._accum_steps = accum_steps
         self._add_counters()
+        self._scaled.assign(scaler is not None)
+        if scaler is not None and scaler.built:
+            self.step_counter.assign(scaler.step_counter)
+            self.dynamic_scale.assign(scaler.dynamic_scale)
         self._sealed = True
         observe_training_losses(_announce_weight)
 
@@ -174,6 +179,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
 
         self.step_counter = counter("step_counter", "int64", 0)
         self.dynamic_scale = counter("dynamic_scale", "float32", self.initial_scale)
+        self._scaled = counter("scales_dynamically", "bool", 0)
         self._skipped_windows = counter("skipped_windows", "int64", 0)
         self._skipped_micro_batches = counter("skipped_micro_batches", "int64", 0)
         self._last_gradient_norm = counter("last_gradient_norm", "float32", 0)
@@ -287,10 +293,10 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """Multiply a loss by the loss scale, if there is one.
 
-        The scale is dynamic if a `LossScaleOptimizer` was passed in, or if the global
-        dtype policy, or a layer of the model in `fit`, is `mixed_float16`. A custom loop
-        for a model with a `mixed_float16` policy of its own passes a
-        `LossScaleOptimizer` in.
+        The scale is dynamic if a `LossScaleOptimizer` was passed in; if the global dtype
+        policy, or a layer of the model in `fit`, is `mixed_float16`; or if the graph that
+        is being traced computes anything in float16. An eager loop of your own, for a
+        model with a `mixed_float16` policy of its own, passes a `LossScaleOptimizer` in.
 
         Args:
             loss: scalar float tensor.
@@ -306,14 +312,26 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
                 "Received a loss that `scale_loss` has scaled already. Scale it once: "
                 "`model.fit` calls `scale_loss` itself."
             )
-        if keras.config.dtype_policy().compute_dtype == "float16":
+        policy = keras.config.dtype_policy()
+        if policy.compute_dtype == "float16" or _graph_computes_in_float16():
             self.scales_dynamically = True
-        scale = self._scale()
-        if scale is None:
+        if (scale := self._scale()) is None:
             return loss
+        loss = tf.convert_to_tensor(loss)
         scaled = tf.multiply(loss, tf.cast(scale, loss.dtype))
         scaled._keras_accum_scaled = True
         return scaled
+
+    @property
+    def scales_dynamically(self) -> bool:
+        """Whether the loss is scaled by `dynamic_scale`: once it is, it stays so."""
+        with tf.init_scope():  # Known while tracing; a variable, to be saved and loaded.
+            return bool(keras.ops.convert_to_numpy(self._scaled))
+
+    @scales_dynamically.setter
+    def scales_dynamically(self, value: bool) -> None:
+        with tf.init_scope():
+            self._scaled.assign(value)
 
     def scale_for(self, model: keras.Model) -> None:
         """Scale the loss from now on if a layer of `model` computes in float16."""
@@ -365,18 +383,18 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         grads, announced = list(grads), _take_announced(self)
         if not grads:
             return
-        variables = self._check(grads, trainable_variables)
         weight = check_weight(announced if weight is None else weight)
+        variables = self._check(grads, trainable_variables)
         window = self._accumulator
         indices = [self._get_variable_index(v) for v in variables]
         given = [i for i, g in zip(indices, grads) if g is not None]
 
-        guards, kept = self._screen([g for g in grads if g is not None])
+        guards, kept = self._screen([g for g in grads if g is not None], weight)
         with tf.control_dependencies(guards):
             window.add(grads, indices, weight, kept)
             _replica.together(
                 lambda: run_if(
-                    window.count(given, self._next_length),
+                    window.count(self._next_length),
                     lambda: self._close_window(given),
                 )
             )
@@ -409,20 +427,20 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         return variables
 
     def _screen(
-        self, grads: Sequence[tf.Tensor | tf.IndexedSlices]
+        self, grads: Sequence[tf.Tensor | tf.IndexedSlices], weight: tf.Tensor
     ) -> tuple[list[tf.Operation], tf.Tensor | None]:
         """By `on_nonfinite`: what must hold before anything changes, and what to keep.
 
         Returns:
             Operations that have to run first, and whether to keep the micro-batch.
         """
-        if self.scales_dynamically:
+        if self.scales_dynamically or self.on_nonfinite in ("propagate", "skip_window"):
             return [], None
+        # What weighs nothing adds nothing: it may be NaN.
+        usable = tf.logical_or(all_finite(grads), tf.equal(weight, 0.0))
         if self.on_nonfinite == "skip_micro_batch":
-            return [], all_finite(grads)
-        if self.on_nonfinite == "raise":
-            return [_assert_finite(grads)], None
-        return [], None
+            return [], usable
+        return [_assert_finite(usable)], None
 
     def _next_length(self) -> tf.Tensor:
         if self._schedule is None:
@@ -454,7 +472,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         if not others:
             update(given)
             return
-        reached = tf.convert_to_tensor(self._accumulator.reached.value)
+        reached = tf.convert_to_tensor(self._accumulator.reached.value) > 0
         if tf.executing_eagerly():
             update(np.flatnonzero(reached.numpy()).tolist())
             return
@@ -497,12 +515,17 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         replaced = [window.overwrites[i] for i in indices]
         norm = global_norm([s for s, as_is in zip(sums, replaced) if not as_is])
         self._last_gradient_norm.assign(tf.math.divide_no_nan(norm, divisor))
-        means = window.divide(indices, sums, divisor)
+        means = window.divide(indices, sums, divisor, variables)
         grads = [tf.cast(mean, v.dtype) for mean, v in zip(means, variables)]
         if (factor := self.adaptive_clip_factor) is not None:
             weights = [tf.convert_to_tensor(v) for v in variables]
             clipped = clip_adaptively(grads, weights, factor)
             grads = [g if r else c for g, c, r in zip(grads, clipped, replaced)]
+        if hasattr(self.inner_optimizer, "optimizers"):
+            # A MultiOptimizer takes the gradients of all variables, some of them None.
+            held = dict(zip(indices, grads))
+            variables = self._trainable_variables
+            grads = [held.get(i) for i in range(len(variables))]
         self.inner_optimizer.apply(grads, variables)
 
     def _adapt_scale(self, finite: tf.Tensor) -> None:
@@ -576,10 +599,17 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         state = self._window_state()
         inner = {key: value for key, value in saved.items() if key.isdecimal()}
         window = {key: value for key, value in saved.items() if key in state}
-        if window:
+        if not window:
+            inner, window = split_scaler(inner, self.inner_optimizer.variables)
+        elif self.built and "micro_step" in saved:
             check_saved_window(window, state)
-        else:
-            inner, window = split_scaler(inner, len(self.inner_optimizer.variables))
+        elif "micro_step" in saved:
+            warnings.warn(
+                f"Skipping variable loading for optimizer '{self.name}': the saved one "
+                "has a window, and this one is not built. Build it before, "
+                "`optimizer.build(model.trainable_variables)`, to go on in that window.",
+                stacklevel=2,
+            )
         self.inner_optimizer.load_own_variables(inner)
         self.reset()
         for name, value in window.items():
@@ -591,6 +621,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         counters = [
             self.step_counter,
             self.dynamic_scale,
+            self._scaled,
             self._skipped_windows,
             self._skipped_micro_batches,
             self._last_gradient_norm,
@@ -652,7 +683,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> "GradientAccumulationOptimizer":
         """An optimizer with the arguments in `config`, and no state."""
-        config = dict(config)
+        config = copy.deepcopy(config)  # Keras takes a nested config apart
         for argument in ("inner_optimizer", "accum_steps"):
             if isinstance(config[argument], dict):
                 config[argument] = keras.saving.deserialize_keras_object(
@@ -664,7 +695,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
 AccumOptimizer = GradientAccumulationOptimizer
 
 
-def _assert_finite(grads: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Operation:
+def _assert_finite(finite: tf.Tensor) -> tf.Operation:
     if compiled_by_xla():
         raise ValueError(
             "Received `on_nonfinite='raise'` in a function that XLA compiles, where "
@@ -672,12 +703,19 @@ def _assert_finite(grads: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Operatio
             "'skip_window' or 'skip_micro_batch'."
         )
     return tf.debugging.Assert(
-        all_finite(grads),
+        finite,
         [
             "A gradient holds an infinity or a NaN. Nothing was added to the window. Use "
             "on_nonfinite='skip_window' or 'skip_micro_batch' to train on without it."
         ],
     )
+
+
+def _graph_computes_in_float16() -> bool:
+    if tf.executing_eagerly():
+        return False
+    operations = tf.compat.v1.get_default_graph().get_operations()
+    return any(t.dtype == tf.float16 for op in operations for t in op.outputs)
 
 
 @contextlib.contextmanager

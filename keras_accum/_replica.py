@@ -19,8 +19,8 @@ def count() -> int:
 
 
 def together(function: Callable[[], Any]) -> None:
-    """Run `function` once for all replicas. To be called on each of them."""
-    if _merges():
+    """Run `function` once for all replicas. To be called on each, or for all."""
+    if _merges() and not tf.distribute.in_cross_replica_context():
         context = tf.distribute.get_replica_context()
         context.merge_call(lambda _: function())
     else:

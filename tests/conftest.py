@@ -1,11 +1,16 @@
 """What every test starts from: quiet TensorFlow, Keras's defaults, fixed seeds."""
 
+import gc
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import pytest
+
+# Each test clears Keras's session, which collects garbage: not among what was imported.
+gc.collect()
+gc.freeze()
 
 
 @pytest.fixture(autouse=True)

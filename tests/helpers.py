@@ -4,6 +4,8 @@ Data are unequal on purpose: batch sizes, lengths and weights differ, so that me
 first, last and maximum all differ, and so do a weighted mean and a plain one.
 """
 
+from itertools import pairwise
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -167,7 +169,7 @@ def mean_of_means(make, arrays, sizes, options=None):
     bounds = np.cumsum([0, *sizes])
     for _ in range(2):
         found = []
-        for first, last in zip(bounds, bounds[1:]):
+        for first, last in pairwise(bounds):
             part = tf.nest.map_structure(lambda a: a[first:last], arrays)  # noqa: B023
             x, y, weight = keras.utils.unpack_x_y_sample_weight(part)
             with tf.GradientTape() as tape:
