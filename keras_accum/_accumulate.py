@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from ._accumulator import sum_dtype
+from ._arguments import check_option
 from ._gradients import Gradient, add, weigh
 from ._loop import Split, check_batch, for_each_micro_batch
 
@@ -100,6 +101,7 @@ def accumulate_gradients(
         normalised by what.
     """
     split = Split(accum_steps, micro_batch_size)
+    check_option("reduction", reduction, ("mean", "sum"))
     batch, checks = check_batch(batch)
     with tf.control_dependencies(checks):
         loss_of = _weighted(loss_fn)

@@ -141,8 +141,9 @@ class Accumulator:
         A maximum that nothing has reached is the value of its variable.
 
         The means take the place of the sums, one after the other: a second copy of them
-        all is never in memory.
+        all is never in memory. XLA divides where it uses a mean, without a copy.
         """
+        in_place = not compiled_by_xla()
         means: list[tf.Tensor] = []
         previous: list[tf.Tensor] = []
         for index, total, trained in zip(indices, sums, variables):
@@ -152,9 +153,10 @@ class Accumulator:
             else:
                 with tf.control_dependencies(previous):
                     variable = self.sums[index]
-                    mean = tf.math.divide_no_nan(total, tf.cast(divisor, total.dtype))
-                    variable.assign(mean)
-                    total = _read(variable)
+                    total = tf.math.divide_no_nan(total, tf.cast(divisor, total.dtype))
+                    if in_place:
+                        variable.assign(total)
+                        total = _read(variable)
                 previous = [] if tf.executing_eagerly() else [total]
             means.append(total)
         return means

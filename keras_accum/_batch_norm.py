@@ -6,7 +6,6 @@ M = Σ n_j m_j / Σ n_j and, by the law of total variance, the variance
 (Chan, Golub and LeVeque, 1983, "Algorithms for Computing the Sample Variance").
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -59,7 +58,6 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):
                 "micro-batch."
             )
         self._last = _Call()
-        self._converted = _Weights()
 
     @classmethod
     def convert(cls, layer: keras.layers.Layer) -> keras.layers.Layer:
@@ -69,15 +67,16 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):
             layer: any layer.
 
         Returns:
-            A new `AccumBatchNormalization` for a BatchNormalization, with its config and,
-            if it is built, its weights; a copy, as `keras.models.clone_model` makes it,
-            for any other layer.
+            A new `AccumBatchNormalization` for a BatchNormalization, a new layer of its
+            own class for any other; with its config and, if it is built, its weights.
         """
-        if type(layer) is not keras.layers.BatchNormalization:
-            return layer.__class__.from_config(layer.get_config())
-        converted = cls.from_config(layer.get_config())
-        if layer.built:
-            converted._converted.values = layer.get_weights()
+        plain = type(layer) is keras.layers.BatchNormalization
+        kind = cls if plain else type(layer)
+        converted = kind.from_config(layer.get_config())
+        if layer.built and layer.weights:
+            converted.build_from_config(layer.get_build_config())
+            for variable, value in zip(converted.weights, layer.get_weights()):
+                variable.assign(value)
         return converted
 
     def build(self, input_shape: Any) -> None:
@@ -99,8 +98,6 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):
         self.window_mean = window_weight("window_mean", shape)
         self.window_squares = window_weight("window_squares", shape)
         self.window_count = window_weight("window_count", ())
-        for variable, value in zip(self.weights, self._converted.values):
-            variable.assign(value)
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         """Normalise `inputs`; in training, by their own statistics."""
@@ -162,12 +159,6 @@ class _Call:
     moments: tuple[tf.Tensor, tf.Tensor, tf.Tensor]
 
 
-class _Weights:
-    """The weights that a converted layer starts with. A list, Keras would track."""
-
-    values: Sequence[Any] = ()
-
-
 def begin_windows(model: keras.Model, first: tf.Tensor | bool) -> None:
     """Before the micro-batches of a step: begin a window, if this is the first of it."""
     for layer in _layers(model):
@@ -188,6 +179,12 @@ def pool_first_or_next(model: keras.Model, first: tf.Tensor | bool) -> None:
         if layer._last.before is not None:
             layer.begin_window(*layer._last.before, first)
             layer.pool()
+
+
+def forget_calls(model: keras.Model) -> None:
+    """Drop what calls met that were no training."""
+    for layer in _layers(model):
+        layer._last = _Call()
 
 
 def _layers(model: keras.Model) -> list[AccumBatchNormalization]:

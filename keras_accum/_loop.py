@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import numpy as np
 import tensorflow as tf
 
 Size: TypeAlias = int | tf.Tensor
@@ -43,10 +44,11 @@ class Split:
                 f"micro_batch_size={self.micro_batch_size!r}"
             )
         ((name, value),) = given.items()
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise TypeError(f"`{name}` must be an integer. Received: {value!r}")
         if value < 1:
             raise ValueError(f"`{name}` must be at least 1. Received: {value!r}")
+        object.__setattr__(self, name, int(value))
 
     def groups(self, rows: Size) -> list[tuple[Size, Size]]:
         """The count and the size of the micro-batches of `rows` samples, twice."""

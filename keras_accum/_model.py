@@ -133,6 +133,8 @@ def _functional(cls: type) -> type:
     package, _, name = keras.saving.get_registered_name(cls).rpartition(">")
     if package:
         keras.saving.register_keras_serializable(package, name)(functional)
+        # By that name, `cls` is what is to be found: it makes either kind.
+        keras.saving.get_custom_objects()[f"{package}>{name}"] = cls
     return functional
 
 
@@ -154,7 +156,7 @@ def accumulate(
 
     Works in place: only the training step changes. What is saved, its weights, its
     config and its class are the model's own; a model loaded from it trains as usual
-    until it is passed here too. `del model.train_step` undoes it.
+    until it is passed here too. `del model.train_step`, and compiling anew, undoes it.
 
     Args:
         model: any Keras model: functional, Sequential, subclassed, loaded; compiled or

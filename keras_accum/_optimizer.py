@@ -599,11 +599,12 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         state = self._window_state()
         inner = {key: value for key, value in saved.items() if key.isdecimal()}
         window = {key: value for key, value in saved.items() if key in state}
+        open_window = saved.keys() - inner.keys() - self._counters().keys()
         if not window:
             inner, window = split_scaler(inner, self.inner_optimizer.variables)
-        elif self.built and "micro_step" in saved:
+        elif self.built and open_window:
             check_saved_window(window, state)
-        elif "micro_step" in saved:
+        elif open_window:
             warnings.warn(
                 f"Skipping variable loading for optimizer '{self.name}': the saved one "
                 "has a window, and this one is not built. Build it before, "
@@ -617,7 +618,10 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
 
     def _window_state(self) -> dict[str, keras.Variable]:
         """The variables that make an interrupted window go on, by name."""
-        accumulator = [] if not self.built else self._accumulator.variables
+        accumulator = self._accumulator.variables if self.built else []
+        return self._counters() | {v.name: v for v in accumulator}
+
+    def _counters(self) -> dict[str, keras.Variable]:
         counters = [
             self.step_counter,
             self.dynamic_scale,
@@ -626,7 +630,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
             self._skipped_micro_batches,
             self._last_gradient_norm,
         ]
-        return {variable.name: variable for variable in [*counters, *accumulator]}
+        return {variable.name: variable for variable in counters}
 
     def __dir__(self) -> list[str]:
         """All attributes, but for the inner optimizer.
@@ -644,6 +648,20 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
             return super()._trackable_children(save_type, **kwargs)
         children = self.inner_optimizer._trackable_children(save_type, **kwargs)
         return {**children, **self._window_state()}
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        """Refuse the `tf.train.Checkpoint` of a `LossScaleOptimizer`.
+
+        It holds an iteration and a learning rate of its own under the names of the inner
+        optimizer's.
+        """
+        if name == "inner_optimizer" and cached_dependencies is not None:
+            raise ValueError(
+                "Received a tf.train.Checkpoint of a LossScaleOptimizer. Restore it with "
+                "`tf.train.Checkpoint(optimizer=...)` of a LossScaleOptimizer, and pass "
+                "that to AccumOptimizer; or save the model with `save_weights`."
+            )
+        return super()._lookup_dependency(name, cached_dependencies)
 
     def get_config(self) -> dict[str, Any]:
         """The arguments of the constructor, serialised."""

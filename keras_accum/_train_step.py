@@ -8,8 +8,8 @@ Micro-batch i with n_i of the n samples computes
 
 so that Σ_i (n_i / n) L_i is the loss of the batch, and regularisation R counts once.
 Where a loss has one denominator per sample, f is 1 and nothing has to be known before.
-Where there is only one loss, weighting its micro-batches by w_i does the same. Else
-the W_o come from a pass before, of which only the masks are used and the rest is pruned.
+Else the W_o come from a pass before, of which only the masks are used: the rest of it is
+pruned from the graph (but for recurrent layers, outside of XLA), and paid in eager mode.
 """
 
 import warnings
@@ -98,15 +98,19 @@ def accumulate_model(model: keras.Model, batch: Any, split: Split) -> Window:
     accumulates = isinstance(optimizer, GradientAccumulationOptimizer)
     if accumulates and optimizer.reduction == "mean":
         check_mean(terms)
-    loss_of = _loss_function(model, batch, split, terms)
-    return accumulate(
-        loss_of,
+    totals = _totals(model, batch, split, terms)
+    window = accumulate(
+        _loss_function(model, batch, totals),
         model.trainable_weights,
         batch,
         split,
         scale_loss=optimizer.scale_loss,
         parts=len(terms),
     )
+    if len(terms) == len(totals) == 1:
+        # What a further window, in the optimizer, has to weigh this one by.
+        window = window._replace(weight=totals[0])
+    return window
 
 
 def update(model: keras.Model, window: Window) -> None:
@@ -151,21 +155,18 @@ def _terms(model: keras.Model, micro_batch: Any) -> list[LossTerm]:
     x, y, sample_weight = micro_batch
     # A stateless scope does not look outside for what a regulariser reads.
     weights = [(v, v) for v in model.trainable_variables if v.regularizer is not None]
-    with keras.StatelessScope(weights, collect_losses=True), record_terms() as terms:
-        compute_loss(model, x, y, call(model, x), sample_weight)
+    with keras.StatelessScope(weights, collect_losses=True):
+        y_pred = call(model, x)
+        with record_terms() as terms:
+            compute_loss(model, x, y, y_pred, sample_weight)
     return terms
 
 
 def _loss_function(
-    model: keras.Model, batch: Any, split: Split, terms: list[LossTerm]
+    model: keras.Model, batch: Any, totals: dict[int, tf.Tensor]
 ) -> Callable[[Any, tf.Tensor], tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]]:
     """From a micro-batch and its samples to its loss, its weight, and its loss terms."""
     hook = getattr(model, "compute_loss_weight", None)
-    if hook is None:
-        warn_if_unknown(terms, _BY_SAMPLES)
-    weighted = [i for i, term in enumerate(terms) if term.weighted]
-    alone = hook is not None or len(terms) == len(weighted) == 1
-    totals = {} if alone else _totals(model, batch, split, weighted)
     rows = tf.cast(rows_of(batch), "float32")
 
     def loss_of(micro_batch: Any, micro_rows: tf.Tensor) -> Any:
@@ -191,8 +192,6 @@ def _loss_function(
         pool_calls(model)
         if hook is not None:
             weight = tf.cast(hook(x, y, y_pred, sample_weight), "float32")
-        elif alone:
-            weight = met[0].weight
         return loss, weight, values
 
     return loss_of
@@ -208,9 +207,13 @@ def _factor(term: LossTerm, inverse: tf.Tensor, total: tf.Tensor | None) -> Any:
 
 
 def _totals(
-    model: keras.Model, batch: Any, split: Split, weighted: list[int]
+    model: keras.Model, batch: Any, split: Split, terms: list[LossTerm]
 ) -> dict[int, tf.Tensor]:
-    """The denominators of the terms `weighted` over the whole batch, by their index."""
+    """W_o above for the terms that need it, by their index."""
+    if hasattr(model, "compute_loss_weight"):
+        return {}
+    warn_if_unknown(terms, _BY_SAMPLES)
+    weighted = [i for i, term in enumerate(terms) if term.weighted]
     if not weighted:
         return {}
 

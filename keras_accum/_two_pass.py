@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from ._accumulate import Window, accumulate
-from ._batch_norm import pool_calls
+from ._batch_norm import forget_calls, pool_calls
 from ._keras_private import (
     call,
     call_losses,
@@ -29,6 +29,7 @@ from ._keras_private import (
     with_keras_mask,
 )
 from ._loop import Split, for_each_micro_batch, rows_of, take
+from ._loss import record_terms
 
 
 def accumulate_coupled(model: keras.Model, batch: Any, split: Split) -> Window:
@@ -37,12 +38,13 @@ def accumulate_coupled(model: keras.Model, batch: Any, split: Split) -> Window:
     variables = model.trainable_weights
     scale = model.optimizer.scale_loss
     y_pred = predict(model, x, split)
-
+    forget_calls(model)
     forget_call_losses(model)
     outputs = tf.nest.flatten(y_pred)
     with tf.GradientTape() as tape:
         tape.watch(outputs)
-        loss = compute_loss(model, x, y, y_pred, sample_weight)
+        with record_terms():  # Nobody else is to listen: this is no micro-batch.
+            loss = compute_loss(model, x, y, y_pred, sample_weight)
         target = scale(loss)
     values = [v.value for v in variables]
     cotangents, direct = tape.gradient(target, (outputs, values))

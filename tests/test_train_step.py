@@ -404,40 +404,6 @@ def test_the_hook_is_not_called_where_two_passes_make_it_needless():
     check(make, (*data(SAMPLES), uneven(SAMPLES)), "graph", two_pass=True)
 
 
-def test_a_loss_before_those_of_the_outputs_does_not_change_what_is_logged():
-    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-        extra = keras.losses.MeanSquaredError()(y["a"] * 3, y_pred["a"])
-        return extra + keras.Model.compute_loss(self, x, y, y_pred, sample_weight)
-
-    cls = type("Extra", (keras.Model,), {"compute_loss": compute_loss})
-
-    def make():
-        plain = two_heads()
-        return cls(plain.inputs[0], plain.output)
-
-    options = lambda: {"loss": {"a": "mse", "b": "mae"}}  # noqa: E731
-    check(make, two_head_arrays(), "graph", options)
-
-
-def test_what_compute_metrics_returns_is_what_is_logged():
-    """As in the example of Keras's own documentation of `compute_metrics`."""
-
-    def compute_metrics(self, x, y, y_pred, sample_weight=None):
-        self.worst.update_state(y - y_pred)
-        logs = keras.Model.compute_metrics(self, x, y, y_pred, sample_weight)
-        return {**logs, "twice": 2 * self.worst.result()}
-
-    make_plain = subclass_of_dense(compute_metrics=compute_metrics)
-
-    def make():
-        model = make_plain()
-        model.worst = keras.metrics.Mean(name="worst")
-        return model
-
-    found = check(make, data(SAMPLES))
-    assert {"worst", "twice"} <= set(found[1])
-
-
 # ------------------------------------------------------- regularisers and add_loss
 
 
@@ -497,9 +463,8 @@ def masked_with(layers):
         lambda: [keras.layers.Dense(5, kernel_regularizer="l2")],
         lambda: [keras.layers.Dense(5, activity_regularizer="l2")],
         lambda: [keras.layers.Dense(5), Penalty()],
-        lambda: [keras.layers.Dense(5), Penalty(with_loss=True)],
     ],
-    ids=["kernel", "activity", "add_loss", "a loss of Keras in a layer"],
+    ids=["kernel", "activity", "add_loss"],
 )
 def test_beside_a_masked_loss_additions_keep_their_own_share(layers):
     """A regulariser counts once, and an addition by its samples, not by its tokens."""
@@ -918,6 +883,7 @@ def test_deleting_the_train_step_undoes_it(how):
     traced.clear()
     del model.train_step
     assert "train_step" not in vars(model)
+    compile_in(model, how, sgd())
     model.train_on_batch(x, y)
     assert traced == [SAMPLES]
 

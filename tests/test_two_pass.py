@@ -436,7 +436,8 @@ def test_mixed_float16_is_scaled_once(scaler, policy):
         return keras.Sequential(
             [
                 keras.Input((2, 5)),
-                keras.layers.Dense(8, "tanh", dtype=half, activity_regularizer="l2"),
+                keras.layers.Dense(8, "tanh", dtype=half),
+                Penalty(dtype="float32"),
                 keras.layers.Dense(4, dtype="float32"),
             ]
         )

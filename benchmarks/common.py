@@ -1,0 +1,236 @@
+"""Models, measuring and reports that the benchmarks share; no optimizer in sight.
+
+CPU time is the user and system time of the process over all its threads. It is what
+a shared machine disturbs least, and it counts the work that threads do in parallel.
+Methods take turns: every round runs each of them for the same number of windows, so
+that a slow minute of the machine falls on all alike. Figures are medians over
+rounds, comparisons are ratios of medians.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+Arrays = tuple[np.ndarray, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A model to train and data of its kind.
+
+    Attributes:
+        micro_batch: samples that pass through the model at once.
+        build: makes the model; its weights are the same each time.
+        sample: makes `rows` samples and their targets.
+        loss: the name of a Keras loss.
+    """
+
+    micro_batch: int
+    build: Callable[[], keras.Model]
+    sample: Callable[[int, np.random.Generator], Arrays]
+    loss: str
+
+
+def build_mlp() -> keras.Model:
+    """Six dense layers of 1,024 units: 6.3 million weights, little arithmetic."""
+    layers = [keras.layers.Dense(1024, activation="relu") for _ in range(6)]
+    return keras.Sequential([keras.Input((1024,)), *layers])
+
+
+def build_cnn() -> keras.Model:
+    """Four convolutions on 32 x 32 images: 0.1 million weights, much arithmetic."""
+
+    def convolution(filters: int, strides: int) -> keras.layers.Layer:
+        return keras.layers.Conv2D(
+            filters, 3, strides=strides, padding="same", activation="relu"
+        )
+
+    return keras.Sequential(
+        [
+            keras.Input((32, 32, 3)),
+            convolution(16, 1),
+            convolution(32, 2),
+            convolution(64, 2),
+            convolution(128, 2),
+            keras.layers.GlobalAveragePooling2D(),
+            keras.layers.Dense(10, activation="softmax"),
+        ]
+    )
+
+
+def build_transformer() -> keras.Model:
+    """Two pre-norm blocks of width 128 on 64 tokens, with a sparse embedding."""
+    tokens = keras.Input((64,), dtype="int32")
+    x = keras.layers.Embedding(1000, 128)(tokens)
+    for _ in range(2):
+        h = keras.layers.LayerNormalization()(x)
+        x = x + keras.layers.MultiHeadAttention(4, 32)(h, h)
+        h = keras.layers.LayerNormalization()(x)
+        h = keras.layers.Dense(512, activation="relu")(h)
+        x = x + keras.layers.Dense(128)(h)
+    return keras.Model(tokens, keras.layers.Dense(1000, activation="softmax")(x))
+
+
+def sample_vectors(rows: int, rng: np.random.Generator) -> Arrays:
+    """Draws input and target vectors of 1,024 standard normal values."""
+    x, y = rng.standard_normal((2, rows, 1024), dtype=np.float32)
+    return x, y
+
+
+def sample_images(rows: int, rng: np.random.Generator) -> Arrays:
+    """Draws 32 x 32 colour images of noise and one of ten labels for each."""
+    x = rng.standard_normal((rows, 32, 32, 3), dtype=np.float32)
+    return x, rng.integers(0, 10, rows)
+
+
+def sample_tokens(rows: int, rng: np.random.Generator) -> Arrays:
+    """Draws 64 tokens of 1,000 a row; the target is the token that follows."""
+    x = rng.integers(0, 1000, (rows, 65), dtype=np.int32)
+    return x[:, :-1], x[:, 1:]
+
+
+WORKLOADS = {
+    "mlp": Workload(8, build_mlp, sample_vectors, "mse"),
+    "cnn": Workload(8, build_cnn, sample_images, "sparse_categorical_crossentropy"),
+    "transformer": Workload(
+        8, build_transformer, sample_tokens, "sparse_categorical_crossentropy"
+    ),
+}
+
+
+def make_model(workload: Workload) -> keras.Model:
+    """Builds the model of `workload` with the weights that it always starts from."""
+    keras.utils.set_random_seed(0)
+    return workload.build()
+
+
+def endless_batches(workload: Workload, rows: int, count: int = 4) -> tf.data.Dataset:
+    """Yields batches of `rows` samples for ever: `count` different ones, from memory.
+
+    Nothing is prefetched: a thread that works ahead would charge one method's data to
+    the next one's turn.
+    """
+    data = workload.sample(rows * count, np.random.default_rng(0))
+    batched = tuple(a.reshape(count, rows, *a.shape[1:]) for a in data)
+    return tf.data.Dataset.from_tensor_slices(batched).repeat()
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds that one window took, a value for each round."""
+
+    cpu: list[float]
+    wall: list[float]
+
+    @property
+    def median(self) -> float:
+        """The median of CPU time."""
+        return statistics.median(self.cpu)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance of the quartiles of CPU time, as a part of the median."""
+        low, _, high = statistics.quantiles(self.cpu, n=4, method="inclusive")
+        return (high - low) / 2 / self.median
+
+
+def cpu_seconds() -> float:
+    """Returns user and system time of this process, all threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def time_windows(run_window: Callable[[], object], windows: int) -> tuple[float, float]:
+    """Returns the CPU and wall seconds of one window, averaged over `windows`."""
+    cpu, wall = cpu_seconds(), time.perf_counter()
+    for _ in range(windows):
+        run_window()
+    return (cpu_seconds() - cpu) / windows, (time.perf_counter() - wall) / windows
+
+
+def measure(
+    methods: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    turn_seconds: float,
+) -> dict[str, Timing]:
+    """Times methods in alternation.
+
+    Args:
+        methods: name -> function that runs one window.
+        rounds: how often each method has its turn.
+        turn_seconds: the least CPU time of the cheapest method's turn; it sets the
+            number of windows in a turn, which is the same for all methods.
+
+    Returns:
+        name -> its times. Two windows of each method run before, unmeasured: they
+        trace and compile.
+    """
+    cheapest = float("inf")
+    for run_window in methods.values():
+        time_windows(run_window, 2)
+        cheapest = min(cheapest, time_windows(run_window, 2)[0])
+    windows = max(1, round(turn_seconds / cheapest))
+    timings = {name: Timing([], []) for name in methods}
+    names = list(methods)
+    for turn in range(rounds):
+        # Rotated, so that no method always follows the same one's cache and heap.
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            cpu, wall = time_windows(methods[name], windows)
+            timings[name].cpu.append(cpu)
+            timings[name].wall.append(wall)
+    return timings
+
+
+def in_own_process(function: Callable[..., Any], *args: object) -> Any:
+    """Calls a module-level function in a fresh process and returns what it returns.
+
+    What one case leaves behind (heap, compiled programs, threads) would otherwise
+    weigh on the next.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
+def describe_machine() -> dict[str, str | int | None]:
+    """Returns what the figures depend on."""
+    return {
+        "cores": os.cpu_count(),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+        "dtype": keras.config.floatx(),
+    }
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Returns a Markdown table with aligned columns."""
+    cells = [[str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    lines = (" | ".join(map(str.ljust, row, widths)) for row in cells)
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def write_json(path: Path, cases: Sequence[Mapping[str, object]]) -> None:
+    """Writes the machine and the cases that were measured on it."""
+    report = {"machine": describe_machine(), "cases": cases}
+    path.write_text(json.dumps(report, indent=2) + "\n")
