@@ -51,7 +51,6 @@ from common import (
 import keras_accum
 
 Window = Callable[[], object]
-MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,25 +331,33 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measures all cases, prints the table and judges the targets."""
+    """Measures all cases, prints the tables and judges the targets."""
     arguments = parse_arguments()
-    rows, records, misses = [], [], []
-    for model, xla, k in itertools.product(arguments.models, arguments.xla, arguments.k):
+    rows, misses = [], []
+    states: dict[str, list[str]] = {}
+    records: list[dict[str, object]] = []
+    for model, xla, k in itertools.product(
+        arguments.models, arguments.xla, arguments.k
+    ):
         case = Case(model, xla == "on", k)
         steps_list = [k if s == "k" else 1 for s in arguments.steps_per_execution]
         timings, state = in_own_process(
             run_case, case, steps_list, arguments.rounds, arguments.turn_seconds
         )
-        print(f"{case}: extra state {state['ours'] / MIB:.2f} MiB", file=sys.stderr)
         rows += [table_row(case, steps, timings) for steps in steps_list]
         misses += find_misses(case, steps_list, timings)
+        states[model] = [model, *(f"{size:,}" for size in state.values())]
         seconds = {name: dataclasses.asdict(t) for name, t in timings.items()}
         records.append(
             {**dataclasses.asdict(case), "state_bytes": state, "seconds": seconds}
         )
+        print(f"measured {case}", file=sys.stderr)
+        if arguments.json:
+            write_json(arguments.json, records)
+    print("CPU time of a window, ms: median ± half the distance of the quartiles\n")
     print(format_table(HEADER, rows))
-    if arguments.json:
-        write_json(arguments.json, records)
+    print("\nBytes of the parameters, and of state beyond the inner optimizer's\n")
+    print(format_table(["model", "parameters", "keras", "ours"], list(states.values())))
     if arguments.check and misses:
         sys.exit("\n".join(["targets missed:", *misses]))
 

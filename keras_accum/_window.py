@@ -49,8 +49,9 @@ def checked_steps(steps: tf.Tensor) -> tf.Tensor:
     """
     steps = tf.cast(steps, "int64")
     message = _message("a smaller one", " from the schedule")
-    tf.debugging.assert_positive(steps, message=message)
-    return tf.maximum(steps, 1)
+    check = tf.debugging.assert_positive(steps, message=message)
+    with tf.control_dependencies([] if check is None else [check]):
+        return tf.maximum(steps, 1)
 
 
 def _check_count(value: Any, where: str) -> int:

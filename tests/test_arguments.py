@@ -1,6 +1,7 @@
 """Bad arguments: what was received, the rule, the remedy; word for word."""
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import assert_equal
@@ -65,7 +66,7 @@ def test_a_schedule_with_a_bad_result_later_on_stops_a_graph():
         tf.errors.InvalidArgumentError, match="must be an integer of at least 1"
     ):
         step()
-    assert_equal(variable, [1.0])
+    assert_equal(variable, np.array([1.0]))
 
 
 def test_a_schedule_cannot_be_exchanged():

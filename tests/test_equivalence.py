@@ -479,6 +479,6 @@ def test_extra_state_is_one_copy_of_the_parameters():
         return sum(int(np.prod(v.shape)) for v in variables)
 
     extra = numbers(optimizer.variables) - numbers(inner.variables)
-    scalars = 13 + len(model.trainable_variables)  # counters, and a flag a variable
+    scalars = 14 + len(model.trainable_variables)  # counters, and a flag a variable
     assert extra == model.count_params() + scalars
     assert optimizer.accumulator_bytes == 4 * model.count_params()
