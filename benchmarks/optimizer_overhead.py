@@ -336,9 +336,7 @@ def main() -> None:
     rows, misses = [], []
     states: dict[str, list[str]] = {}
     records: list[dict[str, object]] = []
-    for model, xla, k in itertools.product(
-        arguments.models, arguments.xla, arguments.k
-    ):
+    for model, xla, k in itertools.product(arguments.models, arguments.xla, arguments.k):
         case = Case(model, xla == "on", k)
         steps_list = [k if s == "k" else 1 for s in arguments.steps_per_execution]
         timings, state = in_own_process(
