@@ -8,6 +8,7 @@ rounds, comparisons are ratios of medians.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -47,10 +48,10 @@ class Workload:
     loss: str
 
 
-def build_mlp() -> keras.Model:
-    """Six dense layers of 1,024 units: 6.3 million weights, little arithmetic."""
-    layers = [keras.layers.Dense(1024, activation="relu") for _ in range(6)]
-    return keras.Sequential([keras.Input((1024,)), *layers])
+def build_mlp(width: int = 1024) -> keras.Model:
+    """Six dense layers; of 1,024 units, 6.3 million weights and little arithmetic."""
+    layers = [keras.layers.Dense(width, activation="relu") for _ in range(6)]
+    return keras.Sequential([keras.Input((width,)), *layers])
 
 
 def build_cnn() -> keras.Model:
@@ -87,9 +88,9 @@ def build_transformer() -> keras.Model:
     return keras.Model(tokens, keras.layers.Dense(1000, activation="softmax")(x))
 
 
-def sample_vectors(rows: int, rng: np.random.Generator) -> Arrays:
-    """Draws input and target vectors of 1,024 standard normal values."""
-    x, y = rng.standard_normal((2, rows, 1024), dtype=np.float32)
+def sample_vectors(rows: int, rng: np.random.Generator, width: int = 1024) -> Arrays:
+    """Draws input and target vectors of `width` standard normal values."""
+    x, y = rng.standard_normal((2, rows, width), dtype=np.float32)
     return x, y
 
 
@@ -107,6 +108,12 @@ def sample_tokens(rows: int, rng: np.random.Generator) -> Arrays:
 
 WORKLOADS = {
     "mlp": Workload(8, build_mlp, sample_vectors, "mse"),
+    "small": Workload(
+        32,
+        functools.partial(build_mlp, 256),
+        functools.partial(sample_vectors, width=256),
+        "mse",
+    ),
     "cnn": Workload(8, build_cnn, sample_images, "sparse_categorical_crossentropy"),
     "transformer": Workload(
         8, build_transformer, sample_tokens, "sparse_categorical_crossentropy"
@@ -142,6 +149,11 @@ class Timing:
     def median(self) -> float:
         """The median of CPU time."""
         return statistics.median(self.cpu)
+
+    @property
+    def wall_median(self) -> float:
+        """The median of wall time."""
+        return statistics.median(self.wall)
 
     @property
     def spread(self) -> float:

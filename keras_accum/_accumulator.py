@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from . import _replica
-from ._gradients import Gradient, weigh
+from ._gradients import Gradient, over, weigh
 from ._keras_private import compiled_by_xla
 
 
@@ -153,7 +153,7 @@ class Accumulator:
             else:
                 with tf.control_dependencies(previous):
                     variable = self.sums[index]
-                    total = tf.math.divide_no_nan(total, tf.cast(divisor, total.dtype))
+                    total = over(total, divisor)
                     if in_place:
                         variable.assign(total)
                         total = _read(variable)

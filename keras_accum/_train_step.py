@@ -13,13 +13,12 @@ pruned from the graph (but for recurrent layers, outside of XLA), and paid in ea
 """
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ._accumulate import Window, accumulate
+from ._accumulate import LossFunction, Window, accumulate
 from ._batch_norm import begin_windows, pool_calls
 from ._keras_private import (
     build_for,
@@ -164,14 +163,14 @@ def _terms(model: keras.Model, micro_batch: Any) -> list[LossTerm]:
 
 def _loss_function(
     model: keras.Model, batch: Any, totals: dict[int, tf.Tensor]
-) -> Callable[[Any, tf.Tensor], tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]]:
+) -> LossFunction:
     """From a micro-batch and its samples to its loss, its weight, and its loss terms."""
     hook = getattr(model, "compute_loss_weight", None)
     rows = tf.cast(rows_of(batch), "float32")
 
     def loss_of(micro_batch: Any, micro_rows: tf.Tensor) -> Any:
         x, y, sample_weight = micro_batch
-        weight = tf.cast(micro_rows, "float32")
+        inverse = rows / tf.cast(micro_rows, "float32")
         met: list[LossTerm] = []
         values: list[tf.Tensor] = []
 
@@ -179,7 +178,7 @@ def _loss_function(
             *described, loss = reduced
             term = describe(*described)
             if hook is None:
-                factor = _factor(term, rows / weight, totals.get(len(met)))
+                factor = _factor(term, inverse, totals.get(len(met)))
                 loss *= tf.cast(factor, loss.dtype)
             met.append(term)
             values.append(loss)
@@ -190,9 +189,7 @@ def _loss_function(
             loss = compute_loss(model, x, y, y_pred, sample_weight)
         model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         pool_calls(model)
-        if hook is not None:
-            weight = tf.cast(hook(x, y, y_pred, sample_weight), "float32")
-        return loss, weight, values
+        return loss, hook and hook(x, y, y_pred, sample_weight), values
 
     return loss_of
 

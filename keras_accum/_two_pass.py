@@ -64,7 +64,7 @@ def accumulate_coupled(model: keras.Model, batch: Any, split: Split) -> Window:
         share = tf.cast(micro_rows, "float32") / rows
         added = [tf.reduce_sum(tf.cast(v, "float32")) * share for v in call_losses(model)]
         extra = tf.add_n(added) if added else tf.zeros(())
-        return tf.add_n([*carried, scale(extra)]), tf.ones(()), [extra]
+        return tf.add_n([*carried, scale(extra)]), None, [extra]
 
     window = accumulate(loss_of, variables, (x, cotangents), split, "sum", parts=1)
     gradients = [_sum(g, d) for g, d in zip(window.gradients, direct)]
