@@ -137,8 +137,13 @@ def accumulate(
     reduction: str = "mean",
     scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None,
     parts: int = 0,
+    divisor_of: Callable[[tf.Tensor], tf.Tensor] | None = None,
 ) -> Window:
-    """`accumulate_gradients` for a `loss_of` with `parts` scalars to be averaged too."""
+    """`accumulate_gradients` for a `loss_of` with `parts` scalars to be averaged too.
+
+    The gradients are divided by `divisor_of` the sum of the weights; by default by that
+    sum itself, as the losses are.
+    """
     values = [
         getattr(v, "value", v) if isinstance(v, keras.Variable) else v for v in variables
     ]
@@ -179,10 +184,12 @@ def accumulate(
     start = (zeros, [tf.zeros(())] * (1 + parts), tf.zeros(()), tf.zeros(()))
     sums, means, total, unit = for_each_micro_batch(step, batch, start, split)
     divisor = tf.ones(()) if reduction == "sum" else total
+    loss, *others = [tf.math.divide_no_nan(mean, divisor) for mean in means]
+    if divisor_of is not None:
+        divisor = tf.math.divide_no_nan(divisor_of(total * unit), unit)
     gradients = [
         over(s, divisor) if was_reached else None for s, was_reached in zip(sums, reached)
     ]
-    loss, *others = [tf.math.divide_no_nan(mean, divisor) for mean in means]
     return Window(loss, gradients, total * unit, others)
 
 

@@ -7,6 +7,7 @@ one of them has moved.
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -38,14 +39,62 @@ def flatten_layers(model: keras.Model) -> list[keras.layers.Layer]:
     return list(model._flatten_layers())
 
 
-def leave_reduction_to_caller(optimizer: keras.optimizers.Optimizer) -> None:
-    """Keep `optimizer` from summing gradients over replicas when it applies them.
+@contextlib.contextmanager
+def replicas_left_to_caller(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Keep `optimizer` from what it does across replicas: the caller does it.
 
-    Keras does so after it has clipped. Gradients that are reduced already would be
-    counted once per replica.
+    Keras sums gradients over replicas after it has clipped each one's, and overwrites
+    weights by their averages in a conditional of each replica's, which cannot be traced.
     """
-    for part in [optimizer, *getattr(optimizer, "optimizers", [])]:
+    parts = _parts(optimizer)
+    for part in parts:
+        # Replicas enter and leave in turns, in threads: the last to leave restores.
+        entered, frequency = _left.get(part, (0, part.ema_overwrite_frequency))
+        _left[part] = (entered + 1, frequency)
         part._all_reduce_sum_gradients = list
+        part.ema_overwrite_frequency = None
+    try:
+        yield
+    finally:
+        for part in parts:
+            entered, frequency = _left.pop(part)
+            if entered > 1:
+                _left[part] = (entered - 1, frequency)
+            else:
+                del part._all_reduce_sum_gradients
+                part.ema_overwrite_frequency = frequency
+
+
+# How often each optimizer is inside of `replicas_left_to_caller`, and its
+# `ema_overwrite_frequency` outside.
+_left: weakref.WeakKeyDictionary[Any, tuple[int, Any]] = weakref.WeakKeyDictionary()
+
+
+def overwriting_by_averages(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[tuple[tf.Tensor, Callable[[], None]]]:
+    """For each part of `optimizer` that does it: whether it is due, and how to do it.
+
+    To be called for all replicas together, after an update.
+    """
+    parts = [p for p in _parts(optimizer) if p.use_ema and p.ema_overwrite_frequency]
+    return [
+        (
+            tf.equal(p.iterations.value % p.ema_overwrite_frequency, 0),
+            functools.partial(
+                p._overwrite_model_variables_with_average_value, p._trainable_variables
+            ),
+        )
+        for p in parts
+    ]
+
+
+def _parts(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """The optimizers that update weights: inside of wrappers, and of a MultiOptimizer."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        return _parts(inner)
+    return [optimizer, *getattr(optimizer, "optimizers", [])]
 
 
 def restore_deferred(optimizer: keras.optimizers.Optimizer) -> None:
@@ -107,9 +156,34 @@ def observe_training_losses(
         setattr(Trainer, name, _inside(around, getattr(Trainer, name)))
 
 
+@contextlib.contextmanager
+def undivided_losses() -> Iterator[None]:
+    """Have Keras compute losses in this context, and thread, as it does on one device.
+
+    Under a strategy it divides means, but not sums, by the number of replicas.
+    """
+    _extend_keras()
+    outer = getattr(_listening, "undivided", False)
+    _listening.undivided = True
+    try:
+        yield
+    finally:
+        _listening.undivided = outer
+
+
 @functools.cache
 def _extend_keras() -> None:
+    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
+        setattr(keras_loss, name, _dividing(getattr(keras_loss, name)))
     keras_loss.reduce_weighted_values = _audible(keras_loss.reduce_weighted_values)
+
+
+def _dividing(scale: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(scale)
+    def scale_unless_told(value: Any) -> Any:
+        return value if getattr(_listening, "undivided", False) else scale(value)
+
+    return scale_unless_told
 
 
 def _audible(reduce: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,7 +241,6 @@ def call(model: keras.Model, x: Any) -> Any:
 
 def track_loss(model: keras.Model, loss: tf.Tensor, rows: Any) -> None:
     """Add the loss of `rows` samples to what `fit` shows as `loss`."""
-    loss = keras_loss.unscale_loss_for_distribution(loss)
     model._loss_tracker.update_state(loss, sample_weight=rows)
 
 
@@ -188,7 +261,6 @@ def tracked_apart(model: keras.Model) -> Iterator[Callable[..., None]]:
             metric.count.assign(count)
         track_loss(model, loss, rows)
         for (metric, _, _), value in zip(before, outputs):
-            value = keras_loss.unscale_loss_for_distribution(value)
             metric.update_state(value, sample_weight=rows)
 
     yield track

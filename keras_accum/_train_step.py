@@ -10,16 +10,22 @@ so that Σ_i (n_i / n) L_i is the loss of the batch, and regularisation R counts
 Where a loss has one denominator per sample, f is 1 and nothing has to be known before.
 Else the W_o come from a pass before, of which only the masks are used: the rest of it is
 pruned from the graph (but for recurrent layers, outside of XLA), and paid in eager mode.
+
+On several replicas, n and the W_o are sums over all of them, and the gradients of each
+are its part of the sum above: they are reduced once, then clipped and applied. In an
+`AccumOptimizer` both are each replica's own; it reduces at the end of its window.
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from . import _replica
 from ._accumulate import LossFunction, Window, accumulate
-from ._batch_norm import begin_windows, pool_calls
+from ._batch_norm import begin_windows, check_statistics, pool_calls
 from ._keras_private import (
     build_for,
     call,
@@ -27,10 +33,15 @@ from ._keras_private import (
     listen_to_reductions,
     track_loss,
     tracked_apart,
+    undivided_losses,
 )
 from ._loop import Split, check_batch, for_each_micro_batch, leaves, rows_of, take
 from ._loss import LossTerm, check_mean, describe, record_terms, warn_if_unknown
-from ._optimizer import GradientAccumulationOptimizer
+from ._optimizer import (
+    GradientAccumulationOptimizer,
+    apply_reduced,
+    overwrite_by_averages,
+)
 from ._two_pass import accumulate_coupled
 
 _BY_SAMPLES = (
@@ -58,11 +69,13 @@ def train_step(
     Returns:
         The metrics of the model, by name.
     """
+    _replica.check_compilable()
+    check_statistics(model)
     build_for(model, data)
     batch, checks = check_batch(keras.utils.unpack_x_y_sample_weight(data))
     checks += _check_weights(batch[2])
     # In a graph, what does not depend on a check does not wait for it.
-    with tf.control_dependencies(checks):
+    with tf.control_dependencies(checks), undivided_losses():
         _update(model, batch, split, two_pass)
     return model.get_metrics_result()
 
@@ -94,17 +107,17 @@ def _update(model: keras.Model, batch: Any, split: Split, two_pass: bool) -> Non
 def accumulate_model(model: keras.Model, batch: Any, split: Split) -> Window:
     """The loss and the gradients of `model` for `batch`; its metrics are updated."""
     terms, optimizer = probe(model, batch), model.optimizer
-    accumulates = isinstance(optimizer, GradientAccumulationOptimizer)
-    if accumulates and optimizer.reduction == "mean":
+    if _accumulates(optimizer) and optimizer.reduction == "mean":
         check_mean(terms)
-    totals = _totals(model, batch, split, terms)
+    rows, totals = _denominators(model, batch, split, terms)
     window = accumulate(
-        _loss_function(model, batch, totals),
+        _loss_function(model, rows, totals),
         model.trainable_weights,
         batch,
         split,
         scale_loss=optimizer.scale_loss,
         parts=len(terms),
+        divisor_of=_divisor(model, rows),
     )
     if len(terms) == len(totals) == 1:
         # What a further window, in the optimizer, has to weigh this one by.
@@ -112,15 +125,38 @@ def accumulate_model(model: keras.Model, batch: Any, split: Split) -> Window:
     return window
 
 
+def _accumulates(optimizer: keras.optimizers.Optimizer) -> bool:
+    return isinstance(optimizer, GradientAccumulationOptimizer)
+
+
+def _divisor(
+    model: keras.Model, rows: tf.Tensor
+) -> Callable[[tf.Tensor], tf.Tensor] | None:
+    """From the weight of a replica's micro-batches to what to divide its gradients by."""
+    if _replica.count() == 1:
+        return None
+    if _accumulates(model.optimizer):
+        # As Keras's losses make them: the mean, divided by the number of replicas.
+        return lambda weight: weight * _replica.count()
+    if _hook(model) is None:
+        return lambda _: rows
+    return lambda weight: _replica.sum_over_replicas([weight])[0]
+
+
 def update(model: keras.Model, window: Window) -> None:
     """Apply the gradients of a window; one in an `AccumOptimizer` is weighted by it."""
-    if not model.trainable_weights:
+    optimizer, variables = model.optimizer, model.trainable_weights
+    if not variables:
         warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return
-    weight = {}
-    if isinstance(model.optimizer, GradientAccumulationOptimizer):
-        weight = {"weight": window.weight}
-    model.optimizer.apply(window.gradients, model.trainable_weights, **weight)
+    if _accumulates(optimizer):
+        optimizer.apply(window.gradients, variables, weight=window.weight)
+        return
+    given = [i for i, g in enumerate(window.gradients) if g is not None]
+    reduced = _replica.sum_over_replicas([window.gradients[i] for i in given])
+    held = dict(zip(given, reduced))
+    apply_reduced(optimizer, [held.get(i) for i in range(len(variables))], variables)
+    _replica.together(lambda: overwrite_by_averages(optimizer))
 
 
 def probe(model: keras.Model, batch: Any) -> list[LossTerm]:
@@ -162,11 +198,10 @@ def _terms(model: keras.Model, micro_batch: Any) -> list[LossTerm]:
 
 
 def _loss_function(
-    model: keras.Model, batch: Any, totals: dict[int, tf.Tensor]
+    model: keras.Model, rows: tf.Tensor, totals: dict[int, tf.Tensor]
 ) -> LossFunction:
     """From a micro-batch and its samples to its loss, its weight, and its loss terms."""
-    hook = getattr(model, "compute_loss_weight", None)
-    rows = tf.cast(rows_of(batch), "float32")
+    hook = _hook(model)
 
     def loss_of(micro_batch: Any, micro_rows: tf.Tensor) -> Any:
         x, y, sample_weight = micro_batch
@@ -203,20 +238,28 @@ def _factor(term: LossTerm, inverse: tf.Tensor, total: tf.Tensor | None) -> Any:
     return inverse * tf.math.divide_no_nan(term.weight, total)
 
 
-def _totals(
+def _hook(model: keras.Model) -> Callable[..., Any] | None:
+    """What the user has defined to say what a loss of the user's was divided by."""
+    return getattr(model, "compute_loss_weight", None)
+
+
+def _denominators(
     model: keras.Model, batch: Any, split: Split, terms: list[LossTerm]
-) -> dict[int, tf.Tensor]:
-    """W_o above for the terms that need it, by their index."""
-    if hasattr(model, "compute_loss_weight"):
-        return {}
+) -> tuple[tf.Tensor, dict[int, tf.Tensor]]:
+    """N above, and W_o for the terms that need it, by their index."""
+    rows = tf.cast(rows_of(batch), "float32")
+    if _hook(model) is not None:
+        return rows, {}
     warn_if_unknown(terms, _BY_SAMPLES)
     weighted = [i for i, term in enumerate(terms) if term.weighted]
-    if not weighted:
-        return {}
 
-    def step(micro_batch: Any, rows: tf.Tensor, totals: Any) -> Any:
+    def step(micro_batch: Any, _: tf.Tensor, totals: Any) -> Any:
         terms = _terms(model, micro_batch)
         return [total + terms[i].weight for total, i in zip(totals, weighted)]
 
-    totals = for_each_micro_batch(step, batch, [tf.zeros(())] * len(weighted), split)
-    return dict(zip(weighted, totals))
+    totals = [tf.zeros(())] * len(weighted)
+    if weighted:
+        totals = for_each_micro_batch(step, batch, totals, split)
+    if not _accumulates(model.optimizer):
+        rows, *totals = _replica.sum_over_replicas([rows, *totals])
+    return rows, dict(zip(weighted, totals))
