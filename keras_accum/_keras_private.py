@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow import trainer
 from keras.src.losses import loss as keras_loss
 from keras.src.models.functional import Functional as Functional
 from keras.src.models.model import functional_init_arguments
@@ -222,6 +223,51 @@ def _inside(
             return compute(*arguments)
 
     return compute_inside
+
+
+# --- What Keras 3 cannot do under a strategy (keras#20585).
+
+
+@functools.cache
+def mend_strategies() -> None:
+    """Have `fit` build and log under any strategy.
+
+    To build a model, Keras takes the mean of a batch over replicas, which fails where
+    they hold unlike shapes, or are on several machines; one replica's part will do. To
+    log, it takes the mean of scalars over their first axis, which they do not have, on
+    several machines.
+    """
+    trainer.TensorFlowTrainer._maybe_symbolic_build = _building_from_one(
+        trainer.TensorFlowTrainer._maybe_symbolic_build
+    )
+    trainer.reduce_per_replica = _reducing_scalars(trainer.reduce_per_replica)
+
+
+def _building_from_one(build: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(build)
+    def build_from_one(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        if iterator is None or self._distribute_strategy is None:
+            build(self, iterator=iterator, data_batch=data_batch)
+            return
+        _, _, batches = next(iter(iterator))
+        local = self._distribute_strategy.experimental_local_results
+        batch = tf.nest.map_structure(lambda value: local(value)[0], next(batches))
+        build(self, data_batch=batch)
+
+    return build_from_one
+
+
+def _reducing_scalars(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reduce)
+    def reduce_scalars(values: Any, strategy: Any, reduction: str) -> Any:
+        several = trainer._collective_all_reduce_multi_worker(strategy)
+        if not several or reduction not in ("auto", "mean"):
+            return reduce(values, strategy, reduction)
+        return tf.nest.map_structure(
+            lambda value: strategy.reduce("MEAN", value, axis=None), values
+        )
+
+    return reduce_scalars
 
 
 # --- What a train_step of Keras's does, for one that does it in parts.

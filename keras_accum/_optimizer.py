@@ -37,6 +37,7 @@ from ._gradients import Gradient, all_finite, check_gradients, global_norm, name
 from ._keras_private import (
     compiled_by_xla,
     flatten_layers,
+    mend_strategies,
     observe_training_losses,
     overwriting_by_averages,
     replicas_left_to_caller,
@@ -165,6 +166,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
             self.dynamic_scale.assign(scaler.dynamic_scale)
         self._sealed = True
         observe_training_losses(_announce_weight)
+        mend_strategies()
 
     # ------------------------------------------------------------------ variables
 

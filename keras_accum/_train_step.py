@@ -167,7 +167,7 @@ def probe(model: keras.Model, batch: Any) -> list[LossTerm]:
         found.extend(_terms(model, micro_batch))
 
     if tf.executing_eagerly():
-        terms_of(take(batch, 0, 1))
+        terms_of(take(batch, 0, min(1, int(rows_of(batch)))))
     else:
         specs = tf.nest.map_structure(_spec, batch, expand_composites=False)
         tf.function(terms_of, autograph=False).get_concrete_function(specs)

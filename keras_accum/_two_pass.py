@@ -170,7 +170,7 @@ def _describe(model: keras.Model, x: Any) -> tuple[list, _Masks, list[keras.Vari
             ]
         return [tf.shape(tensor)[1:] for tensor in found["all"]]
 
-    one = take(x, 0, 1)
+    one = take(x, 0, tf.minimum(1, rows_of(x)))
     if tf.executing_eagerly():
         shapes = look(one)
     else:
