@@ -34,12 +34,15 @@ class Window(NamedTuple):
         weight: scalar float32 tensor, the sum of the weights.
         parts: scalar float32 tensors, the means of the further values that the loss
             function gave.
+        divisor: scalar float32 tensor, what the sum of the weighted gradients was
+            divided by.
     """
 
     loss: tf.Tensor
     gradients: list[tf.Tensor | None]
     weight: tf.Tensor
     parts: list[tf.Tensor]
+    divisor: tf.Tensor
 
 
 @tf.autograph.experimental.do_not_convert
@@ -185,12 +188,14 @@ def accumulate(
     sums, means, total, unit = for_each_micro_batch(step, batch, start, split)
     divisor = tf.ones(()) if reduction == "sum" else total
     loss, *others = [tf.math.divide_no_nan(mean, divisor) for mean in means]
+    weight = whole = total * unit
     if divisor_of is not None:
-        divisor = tf.math.divide_no_nan(divisor_of(total * unit), unit)
+        whole = divisor_of(weight)
+        divisor = tf.math.divide_no_nan(whole, unit)
     gradients = [
         over(s, divisor) if was_reached else None for s, was_reached in zip(sums, reached)
     ]
-    return Window(loss, gradients, total * unit, others)
+    return Window(loss, gradients, weight, others, whole)
 
 
 def _scalar(loss: Any) -> tf.Tensor:

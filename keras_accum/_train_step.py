@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from . import _replica
 from ._accumulate import LossFunction, Window, accumulate
+from ._accumulator import sum_dtype
 from ._batch_norm import begin_windows, check_statistics, pool_calls
 from ._keras_private import (
     build_for,
@@ -119,6 +120,13 @@ def accumulate_model(model: keras.Model, batch: Any, split: Split) -> Window:
         parts=len(terms),
         divisor_of=_divisor(model, rows),
     )
+    if _hook(model) is not None and _divides_together(model):
+        # Losses are logged by samples, on each replica by its own.
+        own = window.weight * tf.math.divide_no_nan(rows, window.divisor)
+        own = tf.math.divide_no_nan(own, tf.cast(rows_of(batch), "float32"))
+        window = window._replace(
+            loss=window.loss * own, parts=[part * own for part in window.parts]
+        )
     if len(terms) == len(totals) == 1:
         # What a further window, in the optimizer, has to weigh this one by.
         window = window._replace(weight=totals[0])
@@ -127,6 +135,11 @@ def accumulate_model(model: keras.Model, batch: Any, split: Split) -> Window:
 
 def _accumulates(optimizer: keras.optimizers.Optimizer) -> bool:
     return isinstance(optimizer, GradientAccumulationOptimizer)
+
+
+def _divides_together(model: keras.Model) -> bool:
+    """Whether gradients are divided by what all replicas hold, and reduced at once."""
+    return _replica.count() > 1 and not _accumulates(model.optimizer)
 
 
 def _divisor(
@@ -149,14 +162,32 @@ def update(model: keras.Model, window: Window) -> None:
     if not variables:
         warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return
+    gradients = _agreed(window.gradients, variables)
     if _accumulates(optimizer):
-        optimizer.apply(window.gradients, variables, weight=window.weight)
+        optimizer.apply(gradients, variables, weight=window.weight)
         return
-    given = [i for i, g in enumerate(window.gradients) if g is not None]
-    reduced = _replica.sum_over_replicas([window.gradients[i] for i in given])
+    given = [i for i, g in enumerate(gradients) if g is not None]
+    reduced = _replica.sum_over_replicas([gradients[i] for i in given])
     held = dict(zip(given, reduced))
     apply_reduced(optimizer, [held.get(i) for i in range(len(variables))], variables)
     _replica.together(lambda: overwrite_by_averages(optimizer))
+
+
+def _agreed(
+    gradients: list[tf.Tensor | None], variables: list[keras.Variable]
+) -> list[tf.Tensor | None]:
+    """`gradients`, with zeros in place of None where another replica has a gradient.
+
+    In eager mode a replica without any sample has none. In a graph all trace the same.
+    """
+    if _replica.count() == 1 or not tf.executing_eagerly():
+        return gradients
+    given = tf.constant([float(g is not None) for g in gradients])
+    (somewhere,) = _replica.sum_over_replicas([given])
+    return [
+        tf.zeros(v.shape, sum_dtype(v, None)) if g is None and anywhere else g
+        for g, v, anywhere in zip(gradients, variables, somewhere.numpy() > 0)
+    ]
 
 
 def probe(model: keras.Model, batch: Any) -> list[LossTerm]:
@@ -166,8 +197,9 @@ def probe(model: keras.Model, batch: Any) -> list[LossTerm]:
     def terms_of(micro_batch: Any) -> None:
         found.extend(_terms(model, micro_batch))
 
-    if tf.executing_eagerly():
-        terms_of(take(batch, 0, min(1, int(rows_of(batch)))))
+    # Of no samples, as a replica may have, Keras computes no loss: traced, of any number.
+    if tf.executing_eagerly() and rows_of(batch) > 0:
+        terms_of(take(batch, 0, 1))
     else:
         specs = tf.nest.map_structure(_spec, batch, expand_composites=False)
         tf.function(terms_of, autograph=False).get_concrete_function(specs)
@@ -182,7 +214,9 @@ def probe(model: keras.Model, batch: Any) -> list[LossTerm]:
 
 
 def _spec(leaf: Any) -> Any:
-    return None if leaf is None else tf.type_spec_from_value(leaf)
+    if leaf is None or not isinstance(leaf, tf.Tensor):
+        return leaf if leaf is None else tf.type_spec_from_value(leaf)
+    return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
 
 
 def _terms(model: keras.Model, micro_batch: Any) -> list[LossTerm]:
@@ -248,10 +282,11 @@ def _denominators(
 ) -> tuple[tf.Tensor, dict[int, tf.Tensor]]:
     """N above, and W_o for the terms that need it, by their index."""
     rows = tf.cast(rows_of(batch), "float32")
-    if _hook(model) is not None:
-        return rows, {}
-    warn_if_unknown(terms, _BY_SAMPLES)
     weighted = [i for i, term in enumerate(terms) if term.weighted]
+    if _hook(model) is None:
+        warn_if_unknown(terms, _BY_SAMPLES)
+    else:
+        weighted = []
 
     def step(micro_batch: Any, _: tf.Tensor, totals: Any) -> Any:
         terms = _terms(model, micro_batch)
@@ -260,6 +295,6 @@ def _denominators(
     totals = [tf.zeros(())] * len(weighted)
     if weighted:
         totals = for_each_micro_batch(step, batch, totals, split)
-    if not _accumulates(model.optimizer):
+    if _divides_together(model):
         rows, *totals = _replica.sum_over_replicas([rows, *totals])
     return rows, dict(zip(weighted, totals))

@@ -84,7 +84,7 @@ def accumulate_coupled(model: keras.Model, batch: Any, split: Split) -> Window:
     gradients = [_sum(g, d) for g, d in zip(window.gradients, direct)]
     part = tf.math.divide_no_nan(all_rows, tf.cast(own_rows, "float32"))
     loss = tf.cast(loss, "float32") + window.parts[0] * part
-    return Window(loss, gradients, all_rows / replicas, [])
+    return Window(loss, gradients, all_rows / replicas, [], all_rows)
 
 
 def _of_all_replicas(

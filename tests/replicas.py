@@ -303,7 +303,8 @@ def a_regulariser_counts_once(strategy, mode):
     def make():
         return dense_model(kernel_regularizer=keras.regularizers.L2(0.3))
 
-    check(make, data(SAMPLES), strategy, mode)
+    # Not 13: of no samples on one replica, Keras's own eager step fails here.
+    check(make, data(14), strategy, mode, control=False)
 
 
 class Penalty(keras.layers.Layer):
