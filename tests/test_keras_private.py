@@ -6,10 +6,13 @@ A failure here names the part that has moved, before anything else fails for it.
 import inspect
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import data, dense_model
+from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.losses import loss as keras_loss
+from keras.src.trainers import compile_utils
 from keras.src.trainers.trainer import Trainer
 
 from keras_accum import _keras_private as private
@@ -78,9 +81,66 @@ def test_xla_is_noticed_while_tracing(compiled):
     assert private.compiled_by_xla() is False
 
 
-def test_optimizers_reduce_gradients_in_a_method_that_can_be_shadowed():
-    optimizer = keras.optimizers.SGD()
-    assert parameters(optimizer._all_reduce_sum_gradients) == ["grads_and_vars"]
-    private.leave_reduction_to_caller(optimizer)
+def test_optimizers_leave_to_the_caller_what_they_do_across_replicas():
+    """Entered twice, as two replicas do in turns: the last to leave restores."""
+    optimizer = keras.optimizers.SGD(use_ema=True, ema_overwrite_frequency=3)
+    reduce = optimizer._all_reduce_sum_gradients
+    assert parameters(reduce) == ["grads_and_vars"]
     pairs = [(tf.constant(1.0), keras.Variable(1.0))]
+    first, second = (private.replicas_left_to_caller(optimizer) for _ in range(2))
+    with first:
+        second.__enter__()
     assert optimizer._all_reduce_sum_gradients(iter(pairs)) == pairs
+    assert optimizer.ema_overwrite_frequency is None
+    second.__exit__(None, None, None)
+    assert optimizer._all_reduce_sum_gradients == reduce
+    assert optimizer.ema_overwrite_frequency == 3
+
+
+def test_the_parts_of_an_optimizer_are_found_inside_of_wrappers():
+    sgd, adam = keras.optimizers.SGD(), keras.optimizers.Adam()
+    assert private._parts(keras.optimizers.LossScaleOptimizer(sgd)) == [sgd]
+    assert private._parts(adam) == [adam]
+
+
+def test_averages_overwrite_weights_in_a_method_of_the_optimizer():
+    weights = keras.Variable([1.0, 2.0])
+    optimizer = keras.optimizers.SGD(
+        1.0, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+    )
+    optimizer.build([weights])
+    for due in (False, True):
+        with private.replicas_left_to_caller(optimizer):
+            optimizer.apply([tf.constant([1.0, 1.0])], [weights])
+        ((is_due, overwrite),) = private.overwriting_by_averages(optimizer)
+        assert bool(is_due) is due
+    (average,) = optimizer._model_variables_moving_average
+    before = weights.numpy()
+    overwrite()
+    np.testing.assert_array_equal(weights.numpy(), average.numpy())
+    assert (before != weights.numpy()).all()
+
+
+def test_keras_divides_losses_by_the_replicas_in_functions_of_one_module():
+    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
+        assert parameters(getattr(keras_loss, name)) == ["value"]
+    source = inspect.getsource(keras_loss.reduce_values)
+    assert "scale_loss_for_distribution(" in source
+    for trainer in (tf_trainer, compile_utils):
+        source = inspect.getsource(trainer)
+        assert "loss_module.unscale_loss_for_distribution(" in source
+        assert "import scale_loss_for_distribution" not in source
+
+
+def test_keras_builds_and_logs_under_strategies_where_they_are_mended():
+    build = tf_trainer.TensorFlowTrainer._maybe_symbolic_build
+    assert parameters(build) == ["self", "iterator", "data_batch"]
+    assert parameters(tf_trainer.reduce_per_replica) == [
+        "values",
+        "strategy",
+        "reduction",
+    ]
+    source = inspect.getsource(tf_trainer.TensorFlowTrainer)
+    assert "= reduce_per_replica(" in source
+    assert "self._maybe_symbolic_build(iterator=epoch_iterator)" in source
+    assert parameters(tf_trainer._collective_all_reduce_multi_worker) == ["strategy"]
