@@ -12,6 +12,7 @@ import keras
 from ._keras_private import (
     call_method,
     graph_of,
+    has_build,
     is_in_remat_scope,
     nodes_of,
     take_arguments,
@@ -180,7 +181,7 @@ def _recompute_segments(
 
 def _count(segments: str | int, steps: int) -> int:
     if segments == "sqrt":
-        return max(2, round(steps**0.5))
+        segments = max(2, round(steps**0.5))
     if isinstance(segments, bool) or not isinstance(segments, int):
         raise TypeError(
             f"`segments` must be 'sqrt' or an int. Received: {segments!r} of type "
@@ -254,9 +255,13 @@ class Recompute(keras.layers.Wrapper):
         self._block = Block(layer, [layer], layer.name)
 
     def build(self, *args: Any, **kwargs: Any) -> None:
-        """Build the layer."""
-        if not self.layer.built:
+        """Build the layer, unless it leaves that to its first call."""
+        if not self.layer.built and has_build(self.layer):
             self.layer.build(*args, **kwargs)
+
+    def get_build_config(self) -> dict[str, Any] | None:
+        """What the layer was built with."""
+        return self.layer.get_build_config()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer; in training, keep nothing of what it computes."""
