@@ -318,7 +318,8 @@ class Pair(layers.Layer):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.one, self.two = layers.Dense(8, "tanh"), layers.Dense(8, "tanh")
+        self.one = layers.Dense(8, "tanh", name="one")
+        self.two = layers.Dense(8, "tanh", name="two")
 
     def build(self, input_shape):
         self.one.build(input_shape)
