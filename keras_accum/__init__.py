@@ -10,5 +10,7 @@ from ._model import GradientAccumulationModel as GradientAccumulationModel
 from ._model import accumulate as accumulate
 from ._optimizer import AccumOptimizer as AccumOptimizer
 from ._optimizer import GradientAccumulationOptimizer as GradientAccumulationOptimizer
+from ._recompute import Recompute as Recompute
+from ._recompute import recompute as recompute
 
 __version__ = "0.1.0"

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from . import _replica
 from ._keras_private import flatten_layers
+from ._passes import is_repeated
 
 
 @keras.saving.register_keras_serializable(package="keras_accum")
@@ -107,7 +108,8 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):
             tf.convert_to_tensor(self.moving_variance),
         )
         outputs = super().call(inputs, training=training, mask=mask)
-        if training and self.trainable:
+        # Recomputed for its gradient, it is the call that was pooled already.
+        if training and self.trainable and not is_repeated():
             self._last.before = before
         return outputs
 

@@ -14,8 +14,10 @@ NAMES = {
     "AccumulationMonitor",
     "GradientAccumulationModel",
     "GradientAccumulationOptimizer",
+    "Recompute",
     "accumulate",
     "accumulate_gradients",
+    "recompute",
 }
 
 
