@@ -14,6 +14,7 @@ ROWS = [
     {"_two_pass"},
     {"_train_step"},
     {"_model", "_callbacks"},
+    {"_schedules"},
     {"__init__"},
 ]
 PACKAGE = pathlib.Path(keras_accum.__file__).parent

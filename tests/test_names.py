@@ -14,8 +14,11 @@ NAMES = {
     "AccumulationMonitor",
     "GradientAccumulationModel",
     "GradientAccumulationOptimizer",
+    "GradualWarmup",
+    "NominalBatchSize",
     "accumulate",
     "accumulate_gradients",
+    "scale_learning_rate",
 }
 
 
