@@ -173,6 +173,10 @@ def accumulate(
             and, with TypeError, for `accum_steps` and `micro_batch_size`.
     """
     split = Split(accum_steps, micro_batch_size)
+    if isinstance(model, GradientAccumulationModel):
+        model._split, model._two_pass = split, bool(two_pass) or model._two_pass
+        model.train_function = None
+        return model
     if type(model).train_step is not keras.Model.train_step:
         raise ValueError(
             f"'{model.name}' has a `train_step` of its own ({type(model).__name__}."

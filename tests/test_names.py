@@ -16,8 +16,10 @@ NAMES = {
     "GradientAccumulationOptimizer",
     "GradualWarmup",
     "NominalBatchSize",
+    "Plan",
     "accumulate",
     "accumulate_gradients",
+    "plan",
     "scale_learning_rate",
 }
 
