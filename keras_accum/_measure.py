@@ -80,6 +80,14 @@ class Meter:
         return "XLA's buffer assignment" if self.compiles else f"allocator of {device()}"
 
     @property
+    def sums(self) -> int:
+        """The bytes of the sums of gradients, of float32 at least."""
+        trained = self.model.trainable_variables
+        return sum(
+            int(np.prod(v.shape)) * max(tf.as_dtype(v.dtype).size, 4) for v in trained
+        )
+
+    @property
     def compiles(self) -> bool:
         """Whether the compiler tells the memory."""
         return bool(self.model.jit_compile) and not self.model.run_eagerly

@@ -115,6 +115,7 @@ def choose(
     budget: int,
     options: list[Any],
     patience: Patience,
+    sums: int = 0,
 ) -> tuple[Trial | None, list[Trial]]:
     """The fastest trial that fits, and all of them.
 
@@ -125,13 +126,14 @@ def choose(
         options: what to recompute, the cheapest first. Another one is tried only if the
             whole batch does not fit with those before it: there is nothing to gain then.
         patience: for how long to look for something faster.
+        sums: bytes of the sums of gradients, which a single micro-batch may not need.
     """
     best: Trial | None = None
     trials: list[Trial] = []
     for option in options:
         if best is not None and not patience.lasts(best):
             break
-        search = Search(measure, sizes, budget, option, patience)
+        search = Search(measure, sizes, budget, option, patience, sums)
         found = search.best()
         trials += search.trials.values()
         if found is not None and (best is None or faster(found, best)):

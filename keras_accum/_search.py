@@ -2,8 +2,9 @@
 
 Memory grows with the size, so the largest one that fits is found between one that was
 measured to fit and one that was measured not to. A line through the measured sizes says
-where to look next; it never decides. Time does not grow or fall with the size for
-certain: it is followed downwards from there as long as it falls.
+where to look next; it never decides. The whole batch stands apart: a single micro-batch
+may need no sums of gradients, and so less than half a batch does. Time does not grow or
+fall with the size for certain: it is followed downwards from there as long as it falls.
 """
 
 import dataclasses
@@ -86,6 +87,7 @@ class Search:
         budget: bytes.
         recompute: what the step recomputes.
         patience: for how long to look for a size that is faster.
+        sums: bytes that the sums of gradients take, which the last size may not need.
     """
 
     def __init__(
@@ -95,7 +97,9 @@ class Search:
         budget: int,
         recompute: Any,
         patience: Patience,
+        sums: int = 0,
     ) -> None:
+        self._sums = sums
         self._measure = measure
         self._sizes = list(sizes)
         self._budget = budget
@@ -126,7 +130,19 @@ class Search:
 
     def largest(self) -> int:
         """The index of the largest size that fits; -1 if none does."""
-        low, high = -1, len(self._sizes)
+        last = len(self._sizes) - 1
+        largest = self._largest_part()
+        if any(trial.peak_bytes is None for trial in self.trials.values()):
+            return largest
+        predicted = self.predict(self._sizes[last])
+        worth_a_try = predicted is None or predicted - self._sums <= self._budget
+        if worth_a_try and self._try(last).fits(self._budget):
+            return last
+        return largest
+
+    def _largest_part(self) -> int:
+        """`largest`, without the last size."""
+        low, high = -1, len(self._sizes) - 1
         guess = self._first_guess()
         while low + 1 < high:
             guess = min(max(guess, low + 1), high - 1)
@@ -179,8 +195,6 @@ class Search:
 
     def _surely_too_large(self, index: int) -> bool:
         """Whether there is no need to measure that a size does not fit."""
-        if index >= len(self._sizes):
-            return True
         predicted = self.predict(self._sizes[index])
         return predicted is not None and predicted > 1.1 * self._budget
 
