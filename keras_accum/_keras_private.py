@@ -5,6 +5,7 @@ one of them has moved.
 """
 
 import contextlib
+import copy
 import functools
 import random
 import threading
@@ -14,7 +15,13 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state
+from keras.src.backend import compute_output_spec
+from keras.src.backend.common.global_state import (
+    get_global_attribute,
+    set_global_attribute,
+)
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.losses import loss as keras_loss
 from keras.src.models.functional import Functional as Functional
 from keras.src.models.model import functional_init_arguments
@@ -23,6 +30,7 @@ from keras.src.trainers.trainer import Trainer
 from tensorflow.compiler.xla.service import hlo_pb2
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context as tf_context
+from tensorflow.python.eager import record
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_util
 
@@ -330,7 +338,7 @@ def random_state_kept() -> Iterator[None]:
     operations = tf_context.context()
     kept = (random.getstate(), np.random.get_state(), operations._rng)
     drawn = kept[2].getstate() if kept[2] is not None else None
-    generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    generator = get_global_attribute(GLOBAL_SEED_GENERATOR)
     seed = None if generator is None else np.array(generator.state.value)
     try:
         yield
@@ -340,6 +348,175 @@ def random_state_kept() -> Iterator[None]:
         operations._rng = kept[2]
         if drawn is not None:
             operations._rng.setstate(drawn)
-        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
+        set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
         if generator is not None:
             generator.state.assign(seed)
+
+
+# --- What a second run of a layer's call needs to be the same as the first.
+
+
+def read(variable: keras.Variable) -> tf.Tensor | None:
+    """The value outside of any `StatelessScope`; None before it is initialised.
+
+    Unlike `Variable.value`, not cast to the type that a layer around computes in.
+    """
+    return None if variable._value is None else tf.convert_to_tensor(variable._value)
+
+
+def is_watched(variable: keras.Variable) -> bool:
+    """Whether tapes watch `variable` by themselves: weights, frozen later or not.
+
+    `Variable.trainable` is what is frozen; what TensorFlow was told is inside.
+    """
+    return bool(getattr(variable._value, "trainable", False))
+
+
+def current_scope() -> Any:
+    """The innermost `StatelessScope`, or None; Keras has its class only."""
+    return get_stateless_scope()
+
+
+def is_symbolic() -> bool:
+    """Whether Keras calls only to learn shapes; `keras.SymbolicScope` cannot be asked."""
+    return in_symbolic_scope()
+
+
+def save_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What is around a call now, as a context manager to have it there again.
+
+    That is the type that weights are cast to, and the arguments that layers pass down
+    (`training`). Keras keeps both in attributes of the thread, without an interface.
+    """
+    names = ("autocast_scope", "current_call_ctx")
+    saved = {name: copy.copy(get_global_attribute(name)) for name in names}
+
+    @contextlib.contextmanager
+    def restored() -> Iterator[None]:
+        outer = {name: get_global_attribute(name) for name in names}
+        try:
+            for name in names:
+                # A copy: layers change the arguments that they pass down.
+                set_global_attribute(name, copy.copy(saved[name]))
+            yield
+        finally:
+            for name in names:
+                set_global_attribute(name, outer[name])
+
+    return restored
+
+
+def inherited(name: str) -> Any:
+    """The argument `name` that the layer around passes down, None if there is none."""
+    context = get_global_attribute("current_call_ctx")
+    return None if context is None else context.get_value(name)
+
+
+def take_loss(layers: Sequence[keras.layers.Layer], loss: Any) -> keras.layers.Layer:
+    """The one of `layers` that added `loss` in a scope that ends; it forgets about it.
+
+    Keras remembers losses of a scope by their `id`, which another tensor may get.
+    """
+    owner = next(layer for layer in layers if id(loss) in layer._loss_ids)
+    owner._loss_ids.discard(id(loss))
+    return owner
+
+
+def could_record() -> bool:
+    """Whether any tape records at all; a tape can be asked, but not found."""
+    return record.could_possibly_record()
+
+
+def is_recorded(tensors: Sequence[tf.Tensor]) -> bool:
+    """Whether some tape would differentiate by one of `tensors`; likewise."""
+    return record.should_record_backprop(list(tensors))
+
+
+def unrecorded() -> contextlib.AbstractContextManager[None]:
+    """A context that no tape sees; `GradientTape.stop_recording` is for one tape."""
+    return record.stop_recording()
+
+
+def stand_in(value: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """`value`, with the gradient of `tensor`, which then need not be computed.
+
+    `tf.custom_gradient` would make `tensor` an input of an operation, and so compute it.
+    """
+    value = tf.identity(value)
+    record.record_operation("StandIn", [value], [tensor], lambda gradient: [gradient])
+    return value
+
+
+def keras_logits(tensor: Any) -> tf.Tensor | None:
+    """What went into the softmax or sigmoid that `tensor` came out of, for the loss."""
+    return getattr(tensor, "_keras_logits", None)
+
+
+def with_keras_logits(tensor: tf.Tensor, logits: tf.Tensor | None) -> tf.Tensor:
+    """`tensor` with the logits that losses look for."""
+    if logits is not None:
+        tensor._keras_logits = logits
+    return tensor
+
+
+def build_by_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Have the layers that `function` calls create their variables, without a value.
+
+    As `Layer.__call__` does with a layer that has no `build`.
+    """
+
+    def spec(value: Any) -> Any:
+        is_tensor = isinstance(value, tf.Tensor)
+        return keras.KerasTensor(value.shape, value.dtype.name) if is_tensor else value
+
+    with tf.init_scope():
+        args, kwargs = tf.nest.map_structure(spec, (args, kwargs))
+        compute_output_spec(function, *args, **kwargs)
+
+
+def call_method(layer: keras.layers.Layer) -> str:
+    """The method of `layer` that its `__call__` calls."""
+    return "call" if layer.quantization_mode is None else "quantized_call"
+
+
+def is_in_remat_scope(layer: keras.layers.Layer) -> bool:
+    """Whether `layer` was created in a `keras.RematScope`, which it remembers."""
+    return layer._remat_mode is not None
+
+
+def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """The layers directly inside of `layer`; only models have `layers`."""
+    return list(layer._layers)
+
+
+def take_arguments(wrapper: keras.layers.Layer, layer: keras.layers.Layer) -> None:
+    """Give `wrapper` the arguments of `layer`, passed on as they come.
+
+    Keras reads them off the signature of `call`, which a wrapper of any layer cannot
+    write down.
+    """
+    for name in (
+        "_call_signature",
+        "call_signature_parameters",
+        "_call_has_training_arg",
+        "_call_has_mask_arg",
+        "_call_context_args",
+        "_call_has_context_arg",
+        "_allow_non_tensor_positional_args",
+    ):
+        setattr(wrapper, name, getattr(layer, name))
+    wrapper._convert_input_args = False  # `layer` converts them.
+
+
+def graph_of(model: keras.Model) -> Functional | None:
+    """The graph of layers that `model` is made of, None for any other kind of model."""
+    if isinstance(model, keras.Sequential):
+        return model._functional
+    return model if isinstance(model, Functional) else None
+
+
+def nodes_of(graph: Functional) -> list[Any]:
+    """The calls that `graph` is made of, inputs apart, in the order Keras does them."""
+    depths = sorted(graph._nodes_by_depth, reverse=True)
+    nodes = [node for depth in depths for node in graph._nodes_by_depth[depth]]
+    return [node for node in nodes if node.operation and not node.is_input]

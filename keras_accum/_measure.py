@@ -72,7 +72,7 @@ class Meter:
         self.batch = batch
         self.held = held(model, batch)
         self._switch_on = recompute
-        self._steps: dict[Any, Any] = {}
+        self._compiled: dict[Any, Any] = {}
 
     @property
     def method(self) -> str:
@@ -101,39 +101,47 @@ class Meter:
         Raises:
             ValueError: if the device does not tell what is in use.
         """
-        whole = timed or self.compiles
-        batch = self.batch if whole else _first(self.batch, 2 * size)
         try:
-            step = self._step(size, recompute, batch)
-            peak = compiled_bytes(step, batch) if self.compiles else None
-            seconds = None
-            if timed or peak is None:
-                counted, seconds = run(step, batch, count=peak is None)
-                peak = counted if peak is None else peak
-            gc.collect()
-            return Trial(
-                size,
-                recompute,
-                peak_bytes=None if peak is None else peak + self.held.total,
-                seconds=seconds if timed else None,
-            )
+            if self.compiles:
+                peak, seconds = self._compile(size, recompute, timed)
+            else:
+                peak, seconds = self._run(size, recompute, timed)
         except tf.errors.ResourceExhaustedError:
             return Trial(size, recompute, None)
+        finally:
+            gc.collect()
+        return Trial(size, recompute, peak + self.held.total, seconds=seconds)
 
-    def _step(self, size: int, recompute: Any, batch: Any) -> Callable[[Any], Any]:
-        """The step, traced for a batch; traced again only for another kind."""
-        key = (size, recompute, int(rows_of(batch)))
-        if key not in self._steps:
-            undo = self._switch_on(self.model, recompute) if recompute else None
-            try:
-                accumulate(self.model, micro_batch_size=size)
-                self._steps[key] = compiled_step(self.model)
-                if not self.model.run_eagerly:
-                    self._steps[key].get_concrete_function(batch)
-            finally:
-                if undo is not None:
-                    undo()
-        return self._steps[key]
+    def _compile(
+        self, size: int, recompute: Any, timed: bool
+    ) -> tuple[int, float | None]:
+        key = (size, recompute)
+        if key not in self._compiled:
+            step = self._step(size, recompute, self.batch)
+            self._compiled[key] = step, compiled_bytes(step, self.batch)
+        step, peak = self._compiled[key]
+        return peak, run(step, self.batch, count=False)[1] if timed else None
+
+    def _run(self, size: int, recompute: Any, timed: bool) -> tuple[int, float | None]:
+        batch = self.batch if timed else _first(self.batch, 2 * size)
+        # Before the trace: constants of a graph are in memory from then on.
+        level = _memory_info()["current"]
+        step = self._step(size, recompute, batch)
+        peak, seconds = run(step, batch, count=True)
+        return peak - level, seconds if timed else None
+
+    def _step(self, size: int, recompute: Any, batch: Any) -> Any:
+        """The step, traced for a batch with recomputation on."""
+        undo = self._switch_on(self.model, recompute) if recompute else None
+        try:
+            accumulate(self.model, micro_batch_size=size)
+            step = compiled_step(self.model)
+            if not self.model.run_eagerly:
+                step.get_concrete_function(batch)
+            return step
+        finally:
+            if undo is not None:
+                undo()
 
 
 def held(model: keras.Model, batch: Any) -> Held:
@@ -151,7 +159,7 @@ def _bytes(value: Any) -> int:
     return int(np.prod(value.shape)) * tf.as_dtype(value.dtype).size
 
 
-def compiled_step(model: keras.Model) -> Callable[[Any], Any]:
+def compiled_step(model: keras.Model) -> Any:
     """The training step as `fit` runs it: eagerly, in a graph, or compiled by XLA."""
     strategy, train_step = model.distribute_strategy, model.train_step
 
@@ -165,8 +173,8 @@ def compiled_step(model: keras.Model) -> Callable[[Any], Any]:
     )
 
 
-def run(step: Callable[[Any], Any], batch: Any, count: bool) -> tuple[int | None, float]:
-    """The most bytes above the level before, if they are to be counted; and seconds."""
+def run(step: Any, batch: Any, count: bool) -> tuple[int, float]:
+    """The most bytes in use during a step, if they are to be counted; and its seconds."""
     if hasattr(step, "get_concrete_function"):
         step = step.get_concrete_function(batch)
     _wait_for(step(batch))
@@ -175,22 +183,17 @@ def run(step: Callable[[Any], Any], batch: Any, count: bool) -> tuple[int | None
     while len(seconds) < LEAST_STEPS or (
         len(seconds) < MOST_STEPS and sum(seconds) < SECONDS
     ):
-        level = _begin() if count else 0
+        if count:
+            tf.config.experimental.reset_memory_stats(device())
         start = time.perf_counter()
         _wait_for(step(batch))
         seconds.append(time.perf_counter() - start)
-        peaks.append(_memory_info()["peak"] - level if count else 0)
-    return (max(peaks) if count else None), min(seconds)
+        peaks.append(_memory_info()["peak"] if count else 0)
+    return max(peaks), min(seconds)
 
 
 def _first(batch: Any, rows: int) -> Any:
     return take(batch, 0, min(rows, int(rows_of(batch))))
-
-
-def _begin() -> int:
-    level = _memory_info()["current"]
-    tf.config.experimental.reset_memory_stats(device())
-    return level
 
 
 @functools.cache

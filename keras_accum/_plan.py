@@ -7,8 +7,11 @@ from typing import Any
 import keras
 
 from ._budget import format_bytes
+from ._keras_private import flatten_layers
 from ._measure import Held
 from ._model import accumulate
+from ._recompute import Recomputation
+from ._recompute import recompute as ka_recompute
 from ._search import Trial
 
 
@@ -22,7 +25,8 @@ class Plan:
     Attributes:
         micro_batch_size: samples in memory at once, on one replica.
         accum_steps: micro-batches of one update, on one replica.
-        recompute: what is recomputed in the backward pass; False for nothing.
+        recompute: what is recomputed in the backward pass: False for nothing, a pattern
+            of layer names, the paths of layers, or "segments=sqrt".
         batch_size: samples of one update, over all replicas.
         replicas: devices that train together.
         budget_bytes: what was allowed, on one device.
@@ -64,7 +68,7 @@ class Plan:
             recomputation switched on if the plan says so. It stays compiled as it was.
         """
         if self.recompute:
-            switch_on_recomputation(self._model, self.recompute)
+            switch_on(self._model, self.recompute)
         return accumulate(self._model, micro_batch_size=self.micro_batch_size)
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,7 +87,9 @@ class Plan:
 
     def _summary(self) -> list[str]:
         steps, last = self.accum_steps, self.last_micro_batch_size
-        split = f"{steps} micro-batches of {self.micro_batch_size}"
+        split = (
+            f"{steps} micro-batch{'es' if steps > 1 else ''} of {self.micro_batch_size}"
+        )
         if last != self.micro_batch_size:
             split = (
                 f"{steps - 1} micro-batches of {self.micro_batch_size} and one of {last}"
@@ -176,13 +182,25 @@ class Plan:
 _HEADER = ("micro-batch", "recompute", "predicted", "measured", "s/step", "verdict")
 
 
-def switch_on_recomputation(model: keras.Model, recompute: Any) -> Any:
-    """Recompute as a plan says; returns the handle that undoes it."""
-    raise NotImplementedError(recompute)
+SEGMENTS = "segments=sqrt"
+
+
+def switch_on(model: keras.Model, recompute: Any) -> Recomputation:
+    """Recompute what a plan's `recompute` says; returns the handle that undoes it."""
+    if recompute == SEGMENTS:
+        return ka_recompute(model, segments="sqrt")
+    if isinstance(recompute, tuple):
+        layers = flatten_layers(model)
+        return ka_recompute(model, [x for x in layers if x.path in recompute])
+    return ka_recompute(model, recompute)
 
 
 def _describe(recompute: Any) -> str:
-    return f"recomputing {recompute}" if recompute else "nothing recomputed"
+    if isinstance(recompute, tuple):
+        return f"{len(recompute)} layers recomputed"
+    if recompute == SEGMENTS:
+        return "segments recomputed"
+    return f"{recompute!r} recomputed" if recompute else "nothing recomputed"
 
 
 def _or_dash(size: int | None) -> str:

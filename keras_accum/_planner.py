@@ -1,17 +1,22 @@
 """`plan`: from a memory budget to the micro-batch size, and what to recompute."""
 
+import collections
+import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from ._budget import format_bytes, parse_budget
+from ._budget import parse_budget
+from ._keras_private import children, flatten_layers
 from ._loop import check_batch, leaves, rows_of, take
-from ._measure import Held, Meter
-from ._plan import Plan, switch_on_recomputation
-from ._search import Measure, Patience, Search, Trial, candidates, faster
+from ._measure import Meter
+from ._plan import SEGMENTS, Plan, switch_on
+from ._search import Measure, Patience, Trial, candidates, choose
+from ._shortage import nothing_fits
 from ._transaction import untouched, variables
 
 
@@ -82,14 +87,21 @@ def plan(
     replicas = model.distribute_strategy.num_replicas_in_sync
     batch, batch_size = _batch(batch, batch_size, replicas)
     budget = parse_budget(memory_budget, held=_bytes_held(model))
-    options = _options(recompute)
+    _check_recompute(recompute)
     rows = rows_of(batch)
     with untouched(model):
         meter = Meter(model, batch, _switch_on)
         measure = _shown(meter.measure) if verbose else meter.measure
-        best, trials = choose(measure, candidates(rows), budget, options, Patience())
+        best, trials = choose(
+            measure,
+            candidates(rows),
+            budget,
+            _options(model, recompute),
+            Patience(),
+            meter.sums,
+        )
         if best is None:
-            raise ValueError(_nothing_fits(trials, budget, meter.held, model))
+            raise ValueError(nothing_fits(trials, budget, meter.held, model))
     if verbose:
         print()
     return Plan(
@@ -107,40 +119,6 @@ def plan(
         trials=tuple(trials),
         _model=model,
     )
-
-
-def choose(
-    measure: Measure,
-    sizes: list[int],
-    budget: int,
-    options: list[Any],
-    patience: Patience,
-    sums: int = 0,
-) -> tuple[Trial | None, list[Trial]]:
-    """The fastest trial that fits, and all of them.
-
-    Args:
-        measure: measures one size.
-        sizes: in rising order.
-        budget: bytes.
-        options: what to recompute, the cheapest first. Another one is tried only if the
-            whole batch does not fit with those before it: there is nothing to gain then.
-        patience: for how long to look for something faster.
-        sums: bytes of the sums of gradients, which a single micro-batch may not need.
-    """
-    best: Trial | None = None
-    trials: list[Trial] = []
-    for option in options:
-        if best is not None and not patience.lasts(best):
-            break
-        search = Search(measure, sizes, budget, option, patience, sums)
-        found = search.best()
-        trials += search.trials.values()
-        if found is not None and (best is None or faster(found, best)):
-            best = found
-        if any(t.micro_batch_size == sizes[-1] and t.fits(budget) for t in trials):
-            break
-    return best, trials
 
 
 def _check_model(model: keras.Model) -> None:
@@ -198,21 +176,38 @@ def _bytes_held(model: keras.Model) -> int:
     )
 
 
-def _options(recompute: Any) -> list[Any]:
-    if recompute is False:
-        return [False]
-    if recompute == "auto":
-        return [False]
-    if isinstance(recompute, str):
+def _check_recompute(recompute: Any) -> None:
+    if recompute is not False and not (isinstance(recompute, str) and recompute):
+        raise TypeError(
+            "`recompute` must be 'auto', False, or a pattern of layer names such as "
+            f"'block_*'. Received: {recompute!r}"
+        )
+
+
+def _options(model: keras.Model, recompute: bool | str) -> list[Any]:
+    """What to try, the cheapest in time first."""
+    if recompute != "auto":
         return [recompute]
-    raise TypeError(
-        "`recompute` must be 'auto', False, or a pattern of layer names such as "
-        f"'block_*'. Received: {recompute!r}"
-    )
+    for candidate in (SEGMENTS, _repeated_blocks(model)):
+        # What cannot be cut, or is recomputed already, is no option.
+        with contextlib.suppress(ValueError):
+            switch_on(model, candidate).undo()
+            return [False, candidate]
+    return [False]
 
 
-def _switch_on(model: keras.Model, recompute: Any) -> Any:
-    return switch_on_recomputation(model, recompute).undo
+def _repeated_blocks(model: keras.Model) -> tuple[str, ...]:
+    """The paths of the layers of that class which most layers with layers inside have."""
+    blocks = [layer for layer in flatten_layers(model) if children(layer)]
+    blocks = [layer for layer in blocks if layer is not model]
+    if not blocks:
+        return ()
+    kind, count = collections.Counter(type(layer) for layer in blocks).most_common(1)[0]
+    return tuple(x.path for x in blocks if type(x) is kind) if count > 1 else ()
+
+
+def _switch_on(model: keras.Model, recompute: Any) -> Callable[[], None]:
+    return switch_on(model, recompute).undo
 
 
 def _shown(measure: Measure) -> Measure:
@@ -233,45 +228,3 @@ def _shown(measure: Measure) -> Measure:
         return trial
 
     return measure_and_show
-
-
-def _nothing_fits(
-    trials: list[Trial], budget: int, held: Held, model: keras.Model
-) -> str:
-    """Why no size fits, what takes the memory, and what would help."""
-    asked = f"No micro-batch size fits {format_bytes(budget)}."
-    measured = [trial for trial in trials if trial.peak_bytes is not None]
-    if not measured:
-        sizes = ", ".join(str(trial.micro_batch_size) for trial in trials)
-        return f"{asked} All that were tried ran out of memory: {sizes}."
-    least = min(measured, key=lambda trial: trial.peak_bytes or 0)
-    peak = least.peak_bytes or 0
-    parts = {
-        "weights": held.parameters,
-        "optimizer": held.optimizer,
-        "the batch itself": held.batch,
-        "gradients and activations": peak - held.total,
-    }
-    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-    most = max(parts, key=parts.__getitem__)
-    help_ = "; ".join(_remedies(most, least, held, model))
-    return (
-        f"{asked} The smallest that was measured, {least.micro_batch_size}, needs "
-        f"{format_bytes(peak)}: {listed}. Most of it: {most}. What would help: {help_}."
-    )
-
-
-def _remedies(most: str, least: Trial, held: Held, model: keras.Model) -> list[str]:
-    found = []
-    if most == "the batch itself":
-        found.append(
-            "data that yield micro-batches, with `AccumOptimizer`, so that the batch is "
-            "never in memory as a whole"
-        )
-    if not least.recompute and most == "gradients and activations":
-        found.append("recomputing activations (`recompute='auto'` or a pattern)")
-    if model.dtype_policy.compute_dtype == "float32":
-        found.append("mixed precision (`dtype='mixed_bfloat16'`) for the activations")
-    if held.optimizer > held.parameters / 2:
-        found.append("an optimizer with fewer slots, such as SGD")
-    return [*found, "a larger `memory_budget`"]

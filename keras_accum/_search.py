@@ -10,6 +10,7 @@ fall with the size for certain: it is followed downwards from there as long as i
 import dataclasses
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -116,6 +117,8 @@ class Search:
         while index > 0 and self._patience.lasts(best):
             index -= 1
             smaller = self._try(index, timed=True)
+            if not smaller.fits(self._budget):
+                continue  # Less than half a batch may need more than the whole.
             if not faster(smaller, best):
                 break
             best = smaller
@@ -204,3 +207,43 @@ def faster(trial: Trial, than: Trial) -> bool:
     if trial.seconds is None or than.seconds is None:
         return False
     return trial.seconds < WORTH * than.seconds
+
+
+def choose(
+    measure: Measure,
+    sizes: list[int],
+    budget: int,
+    options: list[Any],
+    patience: Patience,
+    sums: int = 0,
+) -> tuple[Trial | None, list[Trial]]:
+    """The fastest trial that fits, and all of them.
+
+    Args:
+        measure: measures one size.
+        sizes: in rising order.
+        budget: bytes.
+        options: what to recompute, the cheapest first. Another one is tried only if the
+            whole batch does not fit with those before it: there is nothing to gain then.
+        patience: for how long to look for something faster.
+        sums: bytes of the sums of gradients, which a single micro-batch may not need.
+    """
+    best: Trial | None = None
+    trials: list[Trial] = []
+    for option in options:
+        if best is not None and not patience.lasts(best):
+            break
+        search = Search(measure, sizes, budget, option, patience, sums)
+        try:
+            found = search.best()
+        except ValueError as error:
+            if option is options[0]:
+                raise
+            warnings.warn(f"Recomputation is left out: {error}", stacklevel=3)
+            continue
+        trials += search.trials.values()
+        if found is not None and (best is None or faster(found, best)):
+            best = found
+        if any(t.micro_batch_size == sizes[-1] and t.fits(budget) for t in trials):
+            break
+    return best, trials

@@ -8,15 +8,20 @@ import pytest
 import keras_accum
 
 ROWS = [
-    {"_control", "_gradients", "_clipping", "_window", "_replica", "_keras_private"},
-    {"_accumulator", "_arguments", "_checkpoint", "_loop", "_loss", "_batch_norm"},
-    {"_accumulate", "_optimizer"},
+    {"_control", "_gradients", "_clipping", "_window", "_replica", "_keras_private"}
+    | {"_shadow"},
+    {"_accumulator", "_arguments", "_checkpoint", "_loop", "_loss", "_batch_norm"}
+    | {"_nest", "_recompute_checks", "_select", "_tie"},
+    {"_passes"},
+    {"_recompute_core"},
+    {"_segments"},
+    {"_accumulate", "_optimizer", "_recompute"},
     {"_two_pass"},
     {"_train_step"},
     {"_model", "_callbacks"},
     {"_schedules", "_budget", "_search", "_transaction"},
     {"_measure"},
-    {"_plan"},
+    {"_plan", "_shortage"},
     {"_planner"},
     {"__init__"},
 ]

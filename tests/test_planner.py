@@ -523,7 +523,7 @@ def test_where_the_batch_itself_is_too_large_the_message_says_so(monkeypatch):
 
 def test_where_everything_runs_out_of_memory_the_message_says_so(monkeypatch):
     model = compile_in(dense_model(), "graph", keras.optimizers.SGD())
-    assert refusal(monkeypatch, model, None, batch_size=4) == (
+    assert refusal(monkeypatch, model, None, batch_size=4, recompute=False) == (
         "No micro-batch size fits 1.0 KiB. All that were tried ran out of memory: 1."
     )
 

@@ -2,13 +2,13 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from helpers import assert_refused
 
 from keras_accum import _budget
 from keras_accum._budget import format_bytes, parse_budget
-from keras_accum._planner import choose
-from keras_accum._search import Patience, Search, Trial, candidates
+from keras_accum._search import Patience, Search, Trial, candidates, choose
 
 MIB = 2**20
 
@@ -126,6 +126,30 @@ def test_the_whole_batch_is_tried_though_the_line_says_that_it_needs_too_much():
     machine.runs.clear()
     assert Search(machine.measure, sizes, 1040, False, Patience(), 10).largest() == 5
     assert 64 not in {size for size, _, _ in machine.runs}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_chosen_fits_whatever_the_machine_does(seed):
+    rng = np.random.default_rng(seed)
+    noise = {size: rng.uniform(0.5, 2) for size in candidates(96)}
+    machine = Machine(
+        lambda size, _: round(size * noise[size] * rng.uniform(0.9, 1.1)),
+        lambda size, _: rng.uniform(),
+    )
+    found = search(machine, candidates(96), 40)
+    best = found.best()
+    assert best is None or (best.fits(40) and best.seconds)
+    assert best is None or best in found.trials.values()
+
+
+def test_a_size_between_two_that_fit_may_not_fit():
+    # A single micro-batch needs no sums of gradients; 32 does, and is the fastest.
+    machine = Machine(
+        lambda size, _: 60 if size == 64 else size + 40,
+        lambda size, _: {64: 3.0, 32: 1.0, 16: 2.0}.get(size, 4.0),
+    )
+    found = Search(machine.measure, candidates(64), 61, False, Patience(), sums=50)
+    assert found.best().micro_batch_size == 16
 
 
 def test_a_size_that_turns_out_larger_when_it_runs_is_not_taken():

@@ -1,0 +1,85 @@
+"""The two passes of a call that is recomputed, as scopes of Keras's variables.
+
+The first notes what it reads; the second reads that. Neither changes a variable.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ._keras_private import current_scope, is_watched, read, stand_in, unrecorded
+from ._nest import Nest
+
+
+class Pass(keras.StatelessScope):
+    """The variables as `values` has them, by id; what is assigned stays in here."""
+
+    def __init__(self, values: dict[int, tf.Tensor]) -> None:
+        super().__init__(collect_losses=True)
+        self.state_mapping.update(values)
+        self.assigned: dict[int, keras.Variable] = {}
+
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        """Note that a variable was assigned."""
+        variable, _ = update
+        self.assigned[id(variable)] = variable
+        super().add_update(update)
+
+
+class FirstPass(Pass):
+    """Reads variables from outside, apart from any tape, and remembers what it read."""
+
+    def __init__(self, values: dict[int, tf.Tensor]) -> None:
+        super().__init__(values)
+        self.outer = current_scope()
+        self.state: dict[int, tf.Tensor] = {}
+        self.kept: list[list[tf.Tensor]] = []
+
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
+        """The value of `variable`, of which gradients go through the second pass."""
+        value = super().get_current_value(variable)
+        return self._read(variable) if value is None else value
+
+    def _read(self, variable: keras.Variable) -> tf.Tensor | None:
+        value = None if self.outer is None else self.outer.get_current_value(variable)
+        if value is None:
+            with unrecorded():
+                value = read(variable)
+            if value is None or is_watched(variable):
+                return value
+        self.state[id(variable)] = value
+        return value
+
+
+class SecondPass(Pass):
+    """Has the outputs that the first pass kept."""
+
+    def __init__(
+        self, values: dict[int, tf.Tensor], kept: Sequence[Sequence[tf.Tensor]]
+    ) -> None:
+        super().__init__(values)
+        self.kept = list(kept)
+
+
+class Keep:
+    """A layer's call, whose outputs a block around it keeps.
+
+    The second pass takes them as they are. The call itself is then needed only where its
+    own gradient asks for what is inside of it: compilers leave the rest of it out.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = self.__wrapped__ = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self.function(*args, **kwargs)
+        scope = current_scope()
+        if isinstance(scope, FirstPass):
+            scope.kept.append(Nest(outputs).floats)
+        elif isinstance(scope, SecondPass):
+            nest, kept = Nest(outputs), scope.kept.pop(0)
+            pairs = zip(kept, nest.floats)
+            outputs = nest.pack([stand_in(k, f) for k, f in pairs], nest.others)
+        return outputs

@@ -1,0 +1,193 @@
+"""What cannot be computed twice is refused: the reason, and what to do instead."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ._keras_private import could_record, is_recorded
+from ._shadow import Shadow
+
+# Operations of TensorFlow that draw from a state which nobody can wind back.
+_RANDOM = {
+    "Multinomial",
+    "ParameterizedTruncatedNormal",
+    "RandomGamma",
+    "RandomPoisson",
+    "RandomPoissonV2",
+    "RandomShuffle",
+    "RandomStandardNormal",
+    "RandomUniform",
+    "RandomUniformInt",
+    "RngReadAndSkip",
+    "StatefulStandardNormalV2",
+    "StatefulTruncatedNormal",
+    "StatefulUniform",
+    "StatefulUniformInt",
+    "TruncatedNormal",
+}
+
+
+def check_assigned(block: Any, variables: Iterable[keras.Variable]) -> None:
+    """Refuse a block that moves what is trained."""
+    paths = [variable.path for variable in variables if variable.trainable]
+    if paths:
+        raise ValueError(
+            f"'{block.name}' assigns to trainable weights in its call: {paths}. Its "
+            "second pass would see other weights than the first. Recompute layers around "
+            "it or inside of it, or keep what it assigns in non-trainable weights."
+        )
+
+
+def check_captured(block: Any, results: Sequence[tf.Tensor]) -> None:
+    """Refuse a block that has a gradient for something it was not given.
+
+    Its first pass was cut from all that it was given: what a tape still knows of the
+    results came another way.
+    """
+    if could_record() and is_recorded(results):
+        raise ValueError(
+            f"'{block.name}' uses a tensor, or a `tf.Variable` that is no Keras weight, "
+            "which needs a gradient and is not among the arguments of its call: "
+            "recomputed, it would get none. Pass it as an argument, or recompute a "
+            "layer around both."
+        )
+
+
+class CacheCheck:
+    """Refuses a block whose layers put tensors on themselves while they are called."""
+
+    def __init__(self, block: Any) -> None:
+        self._block = block
+        self._before = {key: id(value) for key, value in self._tensors()}
+
+    def check(self) -> None:
+        """To be called after the call."""
+        for (layer, name), value in self._tensors():
+            if self._before.get((layer, name)) != id(value):
+                raise ValueError(
+                    f"'{self._block.name}' keeps a tensor of its call in "
+                    f"`{layer.name}.{name}`, where the second pass would put another "
+                    "one. Return it from the call and pass it in again, or keep it in "
+                    "a non-trainable weight."
+                )
+
+    def _tensors(self) -> Iterator[tuple[tuple[keras.layers.Layer, str], tf.Tensor]]:
+        for layer in self._block.layers:
+            for name, value in vars(layer).items():
+                if name == "_losses":
+                    continue
+                values = value.values() if isinstance(value, dict) else value
+                several = isinstance(value, (dict, list, tuple))
+                for item in values if several else [value]:
+                    if isinstance(item, tf.Tensor):
+                        yield (layer, name), item
+
+
+class RandomCheck:
+    """Refuses a block that draws random numbers from TensorFlow's own state."""
+
+    def __init__(self, block: Any) -> None:
+        self._block = block
+        self._before = len(_operations())
+
+    def check(self) -> None:
+        """To be called after the call, which left its operations in the graph."""
+        self._refuse(_operations()[self._before :])
+
+    def check_eagerly(self, args: Any, kwargs: Any) -> None:
+        """Before the call: eager mode leaves no operations, so trace it to have some."""
+
+        def call() -> None:
+            with keras.StatelessScope():  # What it assigns goes nowhere.
+                self._block.function(*args, **kwargs)
+
+        traced = tf.function(call, autograph=False).get_concrete_function()
+        self._refuse(traced.graph.get_operations())
+
+    def _refuse(self, operations: Sequence[tf.Operation]) -> None:
+        drawn = sorted(_RANDOM & {operation.type for operation in operations})
+        if drawn:
+            raise ValueError(
+                f"'{self._block.name}' draws random numbers from a state of TensorFlow's "
+                f"own ({', '.join(drawn)}): its second pass would draw others. Use "
+                "`keras.random`, with a `keras.random.SeedGenerator` of the layer."
+            )
+
+
+def _operations() -> Sequence[tf.Operation]:
+    if tf.executing_eagerly():
+        return []
+    return tf.compat.v1.get_default_graph().get_operations()
+
+
+def check_same(block: Any, args: Any, kwargs: Any) -> None:
+    """Refuse a block that gives something else the second time.
+
+    Called twice without a gradient: with these arguments, or with made-up ones of their
+    shapes where a graph is being traced.
+    """
+    with tf.init_scope():
+        args, kwargs = tf.nest.map_structure(_concrete, (args, kwargs))
+        passes = [_outputs(block, args, kwargs) for _ in range(2)]
+    for (name, first), (_, second) in zip(*passes):
+        if not _same(first, second):
+            raise ValueError(
+                f"'{block.name}' cannot be recomputed: called twice with the same "
+                f"arguments and state, '{name}' gives different outputs. What a call "
+                "depends on must be an argument, a weight, or a "
+                "`keras.random.SeedGenerator`."
+            )
+
+
+def _concrete(value: Any) -> Any:
+    if not isinstance(value, tf.Tensor) or hasattr(value, "numpy"):
+        return value
+    shape = [2 if size is None else size for size in value.shape]
+    if value.dtype.is_floating:
+        return tf.random.stateless_normal(shape, (1, 2), dtype=value.dtype)
+    return tf.ones(shape, value.dtype)
+
+
+def _outputs(block: Any, args: Any, kwargs: Any) -> list[tuple[str, list[np.ndarray]]]:
+    """What each layer gave, by name, in the order in which they finished."""
+    found: list[tuple[str, list[np.ndarray]]] = []
+    # What it assigns goes nowhere, so both passes begin with the same state.
+    with contextlib.ExitStack() as stack:
+        for layer in block.layers:
+            stack.enter_context(_observed(layer, found))
+        with keras.StatelessScope():
+            found.append((block.name, _arrays(block.function(*args, **kwargs))))
+    return found
+
+
+def _arrays(outputs: Any) -> list[np.ndarray]:
+    return [x.numpy() for x in tf.nest.flatten(outputs) if isinstance(x, tf.Tensor)]
+
+
+@contextlib.contextmanager
+def _observed(layer: keras.layers.Layer, found: list[Any]) -> Iterator[None]:
+    """Add what `layer` returns to `found`."""
+    call = layer.call
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        outputs = call(*args, **kwargs)
+        found.append((layer.name, _arrays(outputs)))
+        return outputs
+
+    shadow = Shadow(layer, "call", observed)
+    try:
+        yield
+    finally:
+        shadow.undo()
+
+
+def _same(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
+    # Some devices add up in an order of their own.
+    return all(
+        np.allclose(a, b, rtol=1e-3, atol=1e-3 * np.abs(b).max(initial=0), equal_nan=True)
+        for a, b in zip(first, second)
+    )
