@@ -6,18 +6,17 @@ For each model, in a graph and under XLA:
   search that `plan` is there to save;
 - `plan` is given what a quarter of the batch needs, plus 2 %, and what it chooses is
   compared with the fastest of all divisors that fit;
-- the plan is applied in a fresh process, where the training step of Keras runs, and the
-  heap is counted by another instrument: a library that counts every allocation
-  (`malloc_count.c`, with a C compiler on Linux). It knows nothing of TensorFlow.
+- the plan is applied in a fresh process, where the training step of Keras runs. Under XLA
+  the heap is then counted by a library that knows nothing of TensorFlow
+  (`malloc_count.c`, with a C compiler on Linux; oneDNN off, so that every tensor is an
+  allocation of its own). In a graph it is the allocator's peak: what TensorFlow's pool
+  rounds up and cannot hand out is in use, whatever the tensors' sizes say.
 
 With `--joint`, recomputation has to help: `plan` gets half of what the fastest plan
 without it needs.
 
     PYTHONPATH=. python benchmarks/plan.py --json plan.json
     PYTHONPATH=. python benchmarks/plan.py --models encoder --joint
-
-oneDNN is switched off in both processes, so that every tensor is an allocation of its own
-and both run the same kernels.
 """
 
 import argparse
@@ -33,20 +32,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Before TensorFlow is imported. The second lets its allocator tell its peak.
-os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
-if "LD_PRELOAD" not in os.environ:
-    os.environ["TF_CPU_ALLOCATOR_USE_BFC"] = "1"
-
 import keras
 import numpy as np
+import tensorflow as tf
 from common import (
     Arrays,
     Workload,
     format_table,
     in_own_process,
     make_model,
-    sample_images,
     write_json,
 )
 from keras import layers
@@ -68,28 +62,29 @@ def build_mlp() -> keras.Model:
 
 
 def build_cnn() -> keras.Model:
-    """Six convolutions with BatchNormalization on 32 x 32 images."""
-    inputs = x = keras.Input((32, 32, 3))
-    for filters, strides in ((16, 1), (16, 1), (32, 2), (32, 1), (64, 2), (64, 1)):
-        x = layers.Conv2D(filters, 3, strides, padding="same", use_bias=False)(x)
+    """A convolution, and ten of one pixel, with BatchNormalization on 32 x 32 places."""
+    inputs = keras.Input((64, 64, 3))
+    x = layers.Conv2D(16, 3, 2, padding="same", use_bias=False)(inputs)
+    for _ in range(10):
         x = layers.Activation("relu")(layers.BatchNormalization()(x))
+        x = layers.Conv2D(16, 1, use_bias=False)(x)
     x = layers.GlobalAveragePooling2D()(x)
     return keras.Model(inputs, layers.Dense(10, activation="softmax")(x))
 
 
 def build_unet() -> keras.Model:
-    """Three levels down and up on 32 x 32 images, with skip connections."""
+    """Three levels down and up on 64 x 64 images, with skip connections."""
 
     def convolve(x: Any, filters: int) -> Any:
         x = layers.Conv2D(filters, 3, padding="same")(x)
         return layers.Activation("relu")(layers.GroupNormalization(4)(x))
 
-    inputs = x = keras.Input((32, 32, 3))
+    inputs = x = keras.Input((64, 64, 3))
     skips = []
-    for filters in (16, 32, 64):
+    for filters in (8, 16, 32):
         skips.append(x := convolve(x, filters))
         x = layers.AveragePooling2D()(x)
-    x = convolve(x, 128)
+    x = convolve(x, 64)
     for skip in reversed(skips):
         x = layers.Concatenate()([layers.UpSampling2D()(x), skip])
         x = convolve(x, skip.shape[-1])
@@ -148,8 +143,13 @@ def sample_vectors(rows: int, rng: np.random.Generator) -> Arrays:
 
 def sample_pixels(rows: int, rng: np.random.Generator) -> Arrays:
     """Draws images, and images to make of them."""
-    x, y = rng.standard_normal((2, rows, 32, 32, 3), dtype=np.float32)
+    x, y = rng.standard_normal((2, rows, 64, 64, 3), dtype=np.float32)
     return x, y
+
+
+def sample_photos(rows: int, rng: np.random.Generator) -> Arrays:
+    """Draws images and classes."""
+    return sample_pixels(rows, rng)[0], rng.integers(0, 10, rows)
 
 
 def sample_texts(rows: int, rng: np.random.Generator) -> Arrays:
@@ -178,12 +178,12 @@ CROSS_ENTROPY = "sparse_categorical_crossentropy"
 
 # `micro_batch` is the whole batch here, which the planner takes apart.
 WORKLOADS = {
-    "mlp": Workload(2048, build_mlp, sample_vectors, "mse"),
-    "cnn": Workload(64, build_cnn, sample_images, CROSS_ENTROPY),
-    "unet": Workload(32, build_unet, sample_pixels, "mse"),
-    "encoder": Workload(64, build_encoder, sample_texts, CROSS_ENTROPY),
-    "decoder": Workload(64, build_decoder, sample_next, CROSS_ENTROPY),
-    "backbone": Workload(64, build_backbone, sample_bert, CROSS_ENTROPY),
+    "mlp": Workload(8192, build_mlp, sample_vectors, "mse"),
+    "cnn": Workload(128, build_cnn, sample_photos, CROSS_ENTROPY),
+    "unet": Workload(64, build_unet, sample_pixels, "mse"),
+    "encoder": Workload(96, build_encoder, sample_texts, CROSS_ENTROPY),
+    "decoder": Workload(96, build_decoder, sample_next, CROSS_ENTROPY),
+    "backbone": Workload(128, build_backbone, sample_bert, CROSS_ENTROPY),
 }
 
 
@@ -236,41 +236,62 @@ def measure_plan(case: Case, budget: int, recompute: Any) -> dict[str, Any]:
     return {**plan.to_dict(), "planning_seconds": time.perf_counter() - start}
 
 
-def count_heap(case: Case, size: int, recompute: Any) -> tuple[int, float]:
-    """The bytes of the heap that Keras's own step needs above what it starts from.
+def count_memory(case: Case, size: int, recompute: Any) -> tuple[int, int]:
+    """The bytes that Keras's own step needs above what it starts from.
 
     Variables and batch are there before. The median and the largest of several steps.
     """
-    heap = ctypes.CDLL(None)
-    heap.heap_live.restype = heap.heap_peak.restype = ctypes.c_long
     model, samples = prepare(case)
     model.optimizer.build(model.trainable_variables)
     (x, y, _), _ = _batch(samples, None, 1)
     if recompute:
         _switch_on(model, recompute)
     keras_accum.accumulate(model, micro_batch_size=size)
+    level, peak = _heap() if case.xla else _allocator()
+    before = level()
     model.train_on_batch(x, y)
     model.train_on_batch(x, y)
     peaks = []
     for _ in range(STEPS):
-        live = heap.heap_live()
-        heap.heap_reset()
-        model.train_on_batch(x, y)
-        peaks.append(heap.heap_peak() - live)
+        if case.xla:
+            before = level()  # What compiling has left is none of the step's.
+        peaks.append(peak(lambda: model.train_on_batch(x, y)) - before)
     return int(statistics.median(peaks)), max(peaks)
 
 
+def _heap() -> tuple[Any, Any]:
+    heap = ctypes.CDLL(None)
+    heap.heap_live.restype = heap.heap_peak.restype = ctypes.c_long
+
+    def peak(step: Any) -> int:
+        heap.heap_reset()
+        step()
+        return heap.heap_peak()
+
+    return heap.heap_live, peak
+
+
+def _allocator() -> tuple[Any, Any]:
+    memory = tf.config.experimental
+
+    def peak(step: Any) -> int:
+        memory.reset_memory_stats("CPU:0")
+        step()
+        return memory.get_memory_info("CPU:0")["peak"]
+
+    return lambda: memory.get_memory_info("CPU:0")["current"], peak
+
+
 def counted(case: Case, plan: dict[str, Any], library: Path) -> tuple[int, int]:
-    """`count_heap` with the library loaded, in a process of its own."""
-    os.environ["LD_PRELOAD"] = str(library)
-    del os.environ["TF_CPU_ALLOCATOR_USE_BFC"]
+    """`count_memory` in a process of its own, under XLA with the library loaded."""
+    if case.xla:
+        os.environ["LD_PRELOAD"] = str(library)
     try:
         return in_own_process(
-            count_heap, case, plan["micro_batch_size"], plan["recompute"]
+            count_memory, case, plan["micro_batch_size"], plan["recompute"]
         )
     finally:
-        del os.environ["LD_PRELOAD"]
-        os.environ["TF_CPU_ALLOCATOR_USE_BFC"] = "1"
+        os.environ.pop("LD_PRELOAD", None)
 
 
 def fastest(trials: Sequence[Trial], budget: int) -> Trial:
@@ -280,6 +301,7 @@ def fastest(trials: Sequence[Trial], budget: int) -> Trial:
 
 def run_case(case: Case, library: Path) -> dict[str, Any]:
     """Everything about one case."""
+    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if case.xla else "1"
     options = [False, "segments=sqrt"] if case.joint else [False]
     trials = in_own_process(exhaustive, case, options)
     plain = [trial for trial in trials if not trial.recompute]
@@ -290,7 +312,7 @@ def run_case(case: Case, library: Path) -> dict[str, Any]:
         quarter = [t for t in plain if t.micro_batch_size == sizes[-1] // 4]
         budget = int(quarter[0].peak_bytes * 1.02)
     plan = in_own_process(measure_plan, case, budget, "auto" if case.joint else False)
-    heap, highest = counted(case, plan, library)
+    needed, highest = counted(case, plan, library)
     best = fastest(trials, budget)
     held = sum(plan["held"].values())
     chosen = [
@@ -304,7 +326,7 @@ def run_case(case: Case, library: Path) -> dict[str, Any]:
         "joint": case.joint,
         "budget": budget,
         "plan": plan,
-        "counted": heap + held,
+        "counted": needed + held,
         "counted_highest": highest + held,
         "best_size": best.micro_batch_size,
         "best_recompute": best.recompute,

@@ -319,6 +319,21 @@ def all_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     return list({id(metric): metric for metric in found}.values())
 
 
+def state_of_layers(model: keras.Model) -> list[keras.Variable]:
+    """What a pass through a model may assign: moving statistics, seeds, metrics.
+
+    A weight that is frozen is none of it, however large. Keras tells it from a moving
+    statistic only by the list that a layer keeps it in.
+    """
+    layers = [model, *flatten_layers(model)]
+    found = [variable for layer in layers for variable in layer._non_trainable_variables]
+    found += [seed.state for layer in layers for seed in layer._seed_generators]
+    found += [v for metric in all_metrics(model) for v in metric.variables]
+    if (generator := get_global_attribute(GLOBAL_SEED_GENERATOR)) is not None:
+        found.append(generator.state)
+    return list({id(variable): variable for variable in found}.values())
+
+
 def call_traces(model: keras.Model) -> list[Any]:
     """The containers in which layers keep what their last call passed to `add_loss`."""
     return [

@@ -20,6 +20,7 @@ from ._budget import device
 from ._keras_private import build_for, compiled_bytes
 from ._loop import rows_of, take
 from ._model import accumulate
+from ._oom import is_out_of_memory
 from ._search import Trial
 from ._transaction import variables
 
@@ -106,7 +107,9 @@ class Meter:
                 peak, seconds = self._compile(size, recompute, timed)
             else:
                 peak, seconds = self._run(size, recompute, timed)
-        except tf.errors.ResourceExhaustedError:
+        except tf.errors.ResourceExhaustedError as error:
+            if not is_out_of_memory(error):
+                raise
             return Trial(size, recompute, None)
         finally:
             gc.collect()

@@ -17,7 +17,9 @@ _ATTRIBUTES = (
     "_compile_metrics",
     "train_step",
     "train_function",
+    "make_train_function",
     "_split",
+    "_on_oom",
 )
 
 

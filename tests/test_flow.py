@@ -18,6 +18,7 @@ ROWS = [
     {"_accumulate", "_optimizer", "_recompute"},
     {"_two_pass"},
     {"_train_step"},
+    {"_oom"},
     {"_model", "_callbacks"},
     {"_schedules", "_budget", "_search", "_transaction"},
     {"_measure"},

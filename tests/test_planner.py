@@ -535,7 +535,7 @@ def test_running_out_of_memory_is_a_verdict_and_any_other_error_is_not(monkeypat
     def failing(error):
         def make(meter, size, *args):
             if size > 3:
-                raise error(None, None, "no room")
+                raise error(None, None, "OOM when allocating")
             return step(meter, size, *args)
 
         return make
