@@ -21,6 +21,7 @@ from helpers import (
 )
 
 import keras_accum as ka
+from keras_accum import _planner
 from keras_accum._keras_private import all_metrics, call_traces
 from keras_accum._measure import Meter
 from keras_accum._search import Patience, Trial
@@ -320,13 +321,13 @@ def test_a_model_that_accumulates_by_its_class_is_planned_for_too():
 
 
 def test_samples_are_repeated_to_the_size_of_the_batch():
-    model = compiled()
-    found = plan(model, batch(5), batch_size=12)
-    assert found.batch_size == 12
-    assert found.micro_batch_size * found.accum_steps == 12
-    assert found.held.batch == 12 * (5 + 3) * 4
-    found = plan(model, batch(12), batch_size=4)
+    model = compile_in(dense_model(), "graph", keras.optimizers.SGD())
+    found = plan(model, batch(3), batch_size=4)
+    assert found.batch_size == 4
+    assert found.micro_batch_size * found.accum_steps == 4
     assert found.held.batch == 4 * (5 + 3) * 4
+    found = plan(model, batch(4), batch_size=2)
+    assert found.held.batch == 2 * (5 + 3) * 4
 
 
 def test_nested_and_ragged_samples_are_planned_for():
@@ -343,6 +344,129 @@ def test_nested_and_ragged_samples_are_planned_for():
     samples = {"words": words, "numbers": np.ones((3, 2))}
     found = plan(model, (samples, np.ones((3, 1)), np.ones(3)), batch_size=6)
     assert found.batch_size == 6
+
+
+# ------------------------------------------------------------------- with recomputation
+
+
+def deep_model(block="block", layers=12):
+    """A chain whose activations outweigh its weights."""
+    keras.utils.set_random_seed(2)
+    inputs = x = keras.Input((32,))
+    for i in range(layers):
+        x = keras.layers.Dense(32, "tanh", name=f"{block}_{i}")(x)
+    model = keras.Model(inputs, x)
+    model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)
+    return model
+
+
+def wide_data(rows=4096):
+    return tuple(np.random.default_rng(0).normal(size=(2, rows, 32)).astype("float32"))
+
+
+@pytest.fixture(scope="module")
+def recomputing_plan():
+    """The plan where not even single samples fit without recomputation."""
+    x, y = wide_data(16)
+    x, y = np.repeat(x[:, None], 256, 1), np.repeat(y[:, None], 256, 1)
+    model = deep_model()
+    inputs = keras.Input((256, 32))
+    outer = keras.Model(inputs, _through(model, inputs))
+    outer.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)
+    plain = plan(outer, (x, y), batch_size=1, recompute=False)
+    step = plain.peak_bytes - plain.held.total
+    budget = plain.held.total + step * 3 // 4
+    return outer, (x, y), ka.plan(outer, (x[:1], y[:1]), memory_budget=budget, verbose=0)
+
+
+def _through(model, x):
+    for layer in model.layers[1:]:
+        x = layer(x)
+    return x
+
+
+def test_recomputation_is_chosen_where_nothing_else_fits(recomputing_plan):
+    _, _, found = recomputing_plan
+    assert found.recompute == "segments=sqrt"
+    assert found.peak_bytes <= found.budget_bytes
+    kinds = {trial.recompute: trial.fits(found.budget_bytes) for trial in found.trials}
+    assert kinds == {False: False, "segments=sqrt": True}
+    assert "segments recomputed" in str(found)
+
+
+def test_the_model_recomputes_after_apply_and_not_before(recomputing_plan):
+    model, (x, y), found = recomputing_plan
+    assert "_run_through_graph" not in vars(model)
+    weights = model.get_weights()
+    large = model.train_on_batch(x, y)
+    expected = model.get_weights()
+    model.set_weights(weights)
+    found.apply()
+    assert "_run_through_graph" in vars(model)
+    assert_close(model.train_on_batch(x, y), large)
+    # A bias was zero: it is one gradient, a sum of 4,096 values of either sign.
+    assert_close(model.get_weights(), expected, rtol=2e-5)
+    assert_differ(weights, expected)
+
+
+def test_a_pattern_is_always_recomputed():
+    model = deep_model(layers=3)
+    model.compile("sgd", "mse", jit_compile=False)
+    found = plan(model, wide_data(2), recompute="block_*")
+    assert {trial.recompute for trial in found.trials} == {"block_*"}
+    assert all("call" not in vars(layer) for layer in model.layers)
+    found.apply()
+    assert sum("call" in vars(layer) for layer in model.layers) == 3
+
+
+def test_a_pattern_that_matches_nothing_is_refused_and_changes_nothing():
+    model = deep_model()
+    with pytest.raises(ValueError, match="nowhere"):
+        plan(model, wide_data(8), recompute="nowhere_*")
+    assert "train_step" not in vars(model)
+
+
+class Block(keras.layers.Layer):
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.first = keras.layers.Dense(units, "tanh")
+        self.second = keras.layers.Dense(units)
+
+    def call(self, x):
+        return x + self.second(self.first(x))
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = [Block(8, name=f"part_{i}") for i in range(3)]
+
+    def call(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_the_blocks_of_a_model_without_a_graph_are_found():
+    model = Subclassed()
+    model(np.zeros((1, 8)))
+    options = _planner._options(model, "auto")
+    assert options == [False, tuple(block.path for block in model.blocks)]
+    assert all("call" not in vars(block) for block in model.blocks)
+    assert _planner._options(model, False) == [False]
+
+
+def test_recomputation_that_cannot_be_is_left_out_with_a_warning(monkeypatch):
+    def measure(self, size, recompute, timed):
+        if recompute:
+            raise ValueError("draws from TensorFlow's own random state")
+        return Trial(size, recompute, 2**20 * size, seconds=1.0)
+
+    monkeypatch.setattr(Meter, "measure", measure)
+    monkeypatch.setattr(Patience, "lasts", lambda self, best: True)
+    with pytest.warns(UserWarning, match="Recomputation is left out: draws from"):
+        found = plan(deep_model(), wide_data(8), budget="4MiB")
+    assert found.micro_batch_size == 4
 
 
 # ------------------------------------------------------------------------- the report
@@ -433,7 +557,7 @@ def test_drawing_without_matplotlib_says_what_to_install(monkeypatch):
 
 
 def test_progress_is_shown_if_asked_for(capsys):
-    model = compiled()
+    model = compile_in(dense_model(), "eager", keras.optimizers.SGD())
     plan(model)
     assert capsys.readouterr().out == ""
     ka.plan(model, batch(), memory_budget="1GiB")
@@ -529,7 +653,7 @@ def test_where_everything_runs_out_of_memory_the_message_says_so(monkeypatch):
 
 
 def test_running_out_of_memory_is_a_verdict_and_any_other_error_is_not(monkeypatch):
-    model = compiled()
+    model = compile_in(dense_model(), "eager", keras.optimizers.SGD())
     step = Meter._step
 
     def failing(error):
