@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from ._keras_private import flatten_layers
+from ._passes import is_repeated
 
 
 @keras.saving.register_keras_serializable(package="keras_accum")
@@ -106,7 +107,8 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):
             tf.convert_to_tensor(self.moving_variance),
         )
         outputs = super().call(inputs, training=training, mask=mask)
-        if training and self.trainable:
+        # Recomputed for its gradient, it is the call that was pooled already.
+        if training and self.trainable and not is_repeated():
             self._last.before = before
         return outputs
 

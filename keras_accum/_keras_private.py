@@ -7,6 +7,7 @@ one of them has moved.
 import contextlib
 import copy
 import functools
+import inspect
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from keras.src.models.functional import Functional as Functional
 from keras.src.models.model import functional_init_arguments
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.trainers.trainer import Trainer
+from keras.src.utils.python_utils import is_default
 from tensorflow.compiler.xla.service import hlo_pb2
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context as tf_context
@@ -504,12 +506,18 @@ def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     return list(layer._layers)
 
 
+def has_build(layer: keras.layers.Layer) -> bool:
+    """Whether `layer` has a `build` of its own; else Keras builds it by calling it."""
+    return not is_default(layer.build)
+
+
 def take_arguments(wrapper: keras.layers.Layer, layer: keras.layers.Layer) -> None:
     """Give `wrapper` the arguments of `layer`, passed on as they come.
 
-    Keras reads them off the signature of `call`, which a wrapper of any layer cannot
-    write down.
+    Keras reads them off the signatures of `call` and `build`, which a wrapper of any
+    layer cannot write down.
     """
+    wrapper.build.__signature__ = inspect.signature(layer.build)
     for name in (
         "_call_signature",
         "call_signature_parameters",

@@ -63,6 +63,11 @@ class SecondPass(Pass):
         self.kept = list(kept)
 
 
+def is_repeated() -> bool:
+    """Whether what runs has run before, in the first pass."""
+    return isinstance(current_scope(), SecondPass)
+
+
 class Keep:
     """A layer's call, whose outputs a block around it keeps.
 

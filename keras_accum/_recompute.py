@@ -4,6 +4,7 @@ A layer keeps its class, name, weights and config: only its `call` is shadowed, 
 runs it twice (`_recompute_core`). Or a graph of layers is run in segments (`_segments`).
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ import keras
 
 from ._keras_private import (
     call_method,
+    flatten_layers,
     graph_of,
+    has_build,
     is_in_remat_scope,
     nodes_of,
     take_arguments,
@@ -92,9 +95,9 @@ def recompute(
     of your own, or by the `fit` of a model around this one) goes on as it was: switch
     first, or compile anew.
 
-    Select what holds several layers, such as a transformer's block: a single layer keeps
-    its argument instead of its result, which saves nothing. An outermost match is what is
-    recomputed.
+    Select what holds several layers, such as a transformer's block: a single layer that
+    has little inside keeps its argument instead of its result, which saves nothing. Of
+    layers inside each other that match, the outermost is recomputed.
 
     Args:
         model: any Keras model, or a layer that has layers inside; compiled or not.
@@ -146,9 +149,11 @@ def recompute(
 def _recompute_layers(
     model: Layer, layers: Sequence[Layer], keep: str | Sequence[str], verify: bool
 ) -> Recomputation:
+    kept = layers_inside(layers, keep)
     for layer in layers:
         _check_free(layer)
-    kept = layers_inside(layers, keep)
+    for layer in [*layers, *kept]:
+        _check_cell(model, layer)
     shadows = _keep(kept)
     for layer in layers:
         method = call_method(layer)
@@ -180,7 +185,7 @@ def _recompute_segments(
 
 def _count(segments: str | int, steps: int) -> int:
     if segments == "sqrt":
-        return max(2, round(steps**0.5))
+        segments = max(2, round(steps**0.5))
     if isinstance(segments, bool) or not isinstance(segments, int):
         raise TypeError(
             f"`segments` must be 'sqrt' or an int. Received: {segments!r} of type "
@@ -202,6 +207,17 @@ def _check_free(layer: Layer) -> None:
             f"'{layer.name}' was made in a `keras.RematScope`, which recomputes it in a "
             "way of its own. Make it outside of one."
         )
+
+
+def _check_cell(model: Layer, layer: Layer) -> None:
+    for loop in [model, *flatten_layers(model)]:
+        inside = isinstance(loop, keras.layers.RNN) and layer in flatten_layers(loop)
+        if inside and loop is not layer:
+            raise ValueError(
+                f"'{layer.name}' is called in the loop of '{loop.name}', which draws the "
+                "dropout masks of its cells before, and drops them after. Recompute "
+                f"'{loop.name}', or a layer around it."
+            )
 
 
 _TWICE = (
@@ -254,9 +270,17 @@ class Recompute(keras.layers.Wrapper):
         self._block = Block(layer, [layer], layer.name)
 
     def build(self, *args: Any, **kwargs: Any) -> None:
-        """Build the layer."""
-        if not self.layer.built:
+        """Build the layer, unless it leaves that to its first call."""
+        if not self.layer.built and has_build(self.layer):
             self.layer.build(*args, **kwargs)
+
+    def _open_name_scope(self) -> contextlib.AbstractContextManager[None]:
+        # Weights are called what they are called without this layer.
+        return contextlib.nullcontext()
+
+    def get_build_config(self) -> dict[str, Any] | None:
+        """What the layer was built with."""
+        return self.layer.get_build_config()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer; in training, keep nothing of what it computes."""

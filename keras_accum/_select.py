@@ -2,12 +2,12 @@
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import keras
 
-from ._keras_private import children, flatten_layers
+from ._keras_private import children
 
 Layer: TypeAlias = keras.layers.Layer
 Select: TypeAlias = (
@@ -17,23 +17,30 @@ Select: TypeAlias = (
 
 def select_layers(model: Layer, select: Select) -> list[Layer]:
     """The outermost layers inside of `model` that match."""
-    matches = _predicate(model, select)
-    found: list[Layer] = []
-    seen: set[int] = set()
-
-    def walk(layer: Layer) -> None:
-        for child in children(layer):
-            if id(child) in seen:
-                continue
-            seen.add(id(child))
-            if matches(child):
-                found.append(child)
-            else:
-                walk(child)
-
-    walk(model)
+    found = list(_descend(model, _predicate(model, select)))
     if not found:
         raise ValueError(_nothing(model, select))
+    return found
+
+
+def _descend(
+    layer: Layer, matches: Callable[[Layer], bool], seen: set[int] | None = None
+) -> Iterator[Layer]:
+    """Layers inside of `layer` that match, in order, each once; not those inside them."""
+    seen = set() if seen is None else seen
+    for child in children(layer):
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        if matches(child):
+            yield child
+        else:
+            yield from _descend(child, matches, seen)
+
+
+def _all_inside(layer: Layer) -> list[Layer]:
+    found: list[Layer] = []
+    list(_descend(layer, lambda child: found.append(child) is not None))
     return found
 
 
@@ -62,7 +69,7 @@ def _named(pattern: str) -> Callable[[Layer], bool]:
 
 
 def _listed(model: Layer, layers: Sequence[Any]) -> Callable[[Layer], bool]:
-    inside = {id(layer) for layer in flatten_layers(model) if layer is not model}
+    inside = {id(layer) for layer in _all_inside(model)}
     for layer in layers:
         if layer is model:
             raise ValueError(
@@ -79,7 +86,7 @@ def _listed(model: Layer, layers: Sequence[Any]) -> Callable[[Layer], bool]:
 
 
 def _nothing(model: Layer, select: Select) -> str:
-    names = [layer.name for layer in flatten_layers(model) if layer is not model]
+    names = [layer.name for layer in _all_inside(model)]
     pattern = select.strip("*?") if isinstance(select, str) else ""
     near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.4) or names[:10]
     return (
@@ -92,7 +99,7 @@ def _nothing(model: Layer, select: Select) -> str:
 def layers_inside(roots: Sequence[Layer], patterns: str | Sequence[str]) -> list[Layer]:
     """The layers inside of `roots` that `keep` names."""
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    layers = [x for root in roots for x in flatten_layers(root) if x is not root]
+    layers = [layer for root in roots for layer in _all_inside(root)]
     layers = list({id(layer): layer for layer in layers}.values())
     kept = [x for x in layers if any(_named(pattern)(x) for pattern in patterns)]
     if patterns and not kept:

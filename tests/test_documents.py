@@ -28,7 +28,8 @@ def test_readme_has_two_commands_and_ci_runs_them():
 @pytest.mark.parametrize("code", blocks("python"))
 def test_readme_code_runs_as_it_stands(code):
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    dense = keras.layers.Dense
+    model = keras.Sequential([keras.Input((4,)), dense(4), dense(1)])
     before = [w.copy() for w in model.get_weights()]
     rng = np.random.default_rng(0)
     names = {

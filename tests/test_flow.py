@@ -10,9 +10,10 @@ import keras_accum
 ROWS = [
     {"_control", "_gradients", "_clipping", "_window", "_replica", "_keras_private"}
     | {"_shadow"},
-    {"_accumulator", "_arguments", "_checkpoint", "_loop", "_loss", "_batch_norm"}
-    | {"_nest", "_recompute_checks", "_select", "_tie"},
+    {"_nest"},
     {"_passes"},
+    {"_accumulator", "_arguments", "_checkpoint", "_loop", "_loss", "_batch_norm"}
+    | {"_recompute_checks", "_select", "_tie"},
     {"_recompute_core"},
     {"_segments"},
     {"_accumulate", "_optimizer", "_recompute"},

@@ -17,9 +17,11 @@ NAMES = {
     "GradualWarmup",
     "NominalBatchSize",
     "Plan",
+    "Recompute",
     "accumulate",
     "accumulate_gradients",
     "plan",
+    "recompute",
     "scale_learning_rate",
 }
 
