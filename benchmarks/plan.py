@@ -2,8 +2,8 @@
 
 For each model, in a graph and under XLA:
 
-- every divisor of the batch is measured, with and without recomputation: the exhaustive
-  search that `plan` is there to save;
+- every divisor of the batch from a 32nd on is measured and timed, without recomputation
+  and, with `--joint`, with it: the exhaustive search that `plan` is there to save;
 - `plan` is given what a quarter of the batch needs, plus 2 %, and what it chooses is
   compared with the fastest of all divisors that fit;
 - the plan is applied in a fresh process, where the training step of Keras runs. Under XLA
@@ -178,12 +178,12 @@ CROSS_ENTROPY = "sparse_categorical_crossentropy"
 
 # `micro_batch` is the whole batch here, which the planner takes apart.
 WORKLOADS = {
-    "mlp": Workload(8192, build_mlp, sample_vectors, "mse"),
-    "cnn": Workload(128, build_cnn, sample_photos, CROSS_ENTROPY),
-    "unet": Workload(64, build_unet, sample_pixels, "mse"),
-    "encoder": Workload(96, build_encoder, sample_texts, CROSS_ENTROPY),
-    "decoder": Workload(96, build_decoder, sample_next, CROSS_ENTROPY),
-    "backbone": Workload(128, build_backbone, sample_bert, CROSS_ENTROPY),
+    "mlp": Workload(4096, build_mlp, sample_vectors, "mse"),
+    "cnn": Workload(64, build_cnn, sample_photos, CROSS_ENTROPY),
+    "unet": Workload(32, build_unet, sample_pixels, "mse"),
+    "encoder": Workload(64, build_encoder, sample_texts, CROSS_ENTROPY),
+    "decoder": Workload(64, build_decoder, sample_next, CROSS_ENTROPY),
+    "backbone": Workload(64, build_backbone, sample_bert, CROSS_ENTROPY),
 }
 
 
@@ -223,6 +223,7 @@ def exhaustive(case: Case, options: Sequence[Any]) -> list[Trial]:
             meter.measure(size, option, timed=True)
             for option in options
             for size in candidates(rows)
+            if 32 * size >= rows
         ]
 
 
