@@ -352,9 +352,9 @@ def random_state_kept() -> Iterator[None]:
     Python's, from which Keras draws its seeds; NumPy's; Keras's global seed generator,
     or that there was none; and the generator from which TensorFlow seeds its operations.
     """
-    operations = tf_context.context()
-    kept = (random.getstate(), np.random.get_state(), operations._rng)
-    drawn = kept[2].getstate() if kept[2] is not None else None
+    operations = vars(tf_context.context())
+    seeds = operations.get("_rng")  # not there until `tf.random.set_seed`
+    kept = (random.getstate(), np.random.get_state(), seeds and seeds.getstate())
     generator = get_global_attribute(GLOBAL_SEED_GENERATOR)
     seed = None if generator is None else np.array(generator.state.value)
     try:
@@ -362,9 +362,10 @@ def random_state_kept() -> Iterator[None]:
     finally:
         random.setstate(kept[0])
         np.random.set_state(kept[1])
-        operations._rng = kept[2]
-        if drawn is not None:
-            operations._rng.setstate(drawn)
+        operations.pop("_rng", None)
+        if seeds is not None:
+            seeds.setstate(kept[2])
+            operations["_rng"] = seeds
         set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
         if generator is not None:
             generator.state.assign(seed)

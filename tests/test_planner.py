@@ -19,6 +19,8 @@ from helpers import (
     dense_model,
     fit,
 )
+from keras.src.backend.common import global_state
+from tensorflow.python.eager import context
 
 import keras_accum as ka
 from keras_accum import _planner
@@ -197,14 +199,17 @@ def test_training_goes_on_as_if_nothing_had_been_planned(planned, request):
 _EXPECTED = pytest.StashKey()
 
 
-def test_random_state_that_was_not_there_is_not_there_afterwards():
+def test_random_state_that_was_not_there_is_not_there_afterwards(monkeypatch):
     model = compiled()
     keras.backend.clear_session()
     model.compile("sgd", "mse")
+    # As before any `tf.random.set_seed`.
+    monkeypatch.delattr(context.context(), "_rng")
     with untouched(model):
         model.train_on_batch(*batch())
-    from keras.src.backend.common import global_state
-
+        keras.random.uniform(())
+        tf.random.set_seed(3)
+    assert not hasattr(context.context(), "_rng")
     assert global_state.get_global_attribute("global_seed_generator") is None
 
 
