@@ -31,6 +31,8 @@ from comparison import Run, WeightRecorder, difference, plot, table
 
 import keras_accum
 
+AUTO = "auto"
+
 # After the first epoch, before training amplifies rounding (measured: see README.md).
 RELATIVE_BOUND = 1e-3
 
@@ -60,7 +62,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dataset", choices=["digits", *SOURCES], default="digits")
     add("--data-dir", type=Path, help="of tensorflow-datasets; its own, if not given")
     add("--batch-size", type=int, default=128, help="samples per update")
-    add("--micro-batch-size", type=int, default=16, help="samples in memory at once")
+    add(
+        "--micro-batch-size",
+        type=micro_batch_size,
+        default=16,
+        help="samples in memory at once, or auto: as many as --memory has room for",
+    )
+    add("--memory", default="4MiB", help="for --micro-batch-size auto")
     add("--optimizer", choices=sorted(OPTIMIZERS), default="adamw", help="of Keras")
     add("--learning-rate", type=float, default=3e-3, help="peak of a cosine decay")
     add("--epochs", type=int, default=20)
@@ -72,10 +80,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--no-compare", action="store_true", help="skip the run with the large batch")
     args = parser.parse_args(argv)
 
+    auto = args.micro_batch_size == AUTO
     for option in ("batch_size", "micro_batch_size", "epochs", "learning_rate"):
-        if (value := getattr(args, option)) <= 0:
+        value = getattr(args, option)
+        if value != AUTO and value <= 0:
             parser.error(f"--{option.replace('_', '-')} is {value}: it must be above 0")
-    if args.batch_size % args.micro_batch_size:
+    if not auto and args.batch_size % args.micro_batch_size:
         above = math.ceil(args.batch_size / args.micro_batch_size)
         parser.error(
             f"--batch-size {args.batch_size} is not a multiple of --micro-batch-size "
@@ -83,8 +93,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             f"--batch-size {above * args.micro_batch_size}, or --micro-batch-size "
             f"{math.gcd(args.batch_size, args.micro_batch_size)}."
         )
-    args.accum_steps = args.batch_size // args.micro_batch_size
     return args
+
+
+def micro_batch_size(text: str) -> int | str:
+    """Read a number of samples, or `auto`."""
+    return AUTO if text == AUTO else int(text)
 
 
 def load_samples(name: str, data_dir: Path | None) -> list[tf.data.Dataset]:
@@ -164,6 +178,34 @@ def make_model(shape: tuple[int, int, int]) -> keras.Model:
     return keras.Model(inputs, logits)
 
 
+def plan_sizes(args: argparse.Namespace, samples: tf.data.Dataset) -> None:
+    """Set `accum_steps`, and the micro-batch size if it is to be found."""
+    if args.micro_batch_size == AUTO:
+        model = make_model(samples.element_spec[0].shape)
+        compile_model(model, OPTIMIZERS[args.optimizer](args.learning_rate), args)
+        # Shuffling reads all of the cached samples: a cache that was read in part is
+        # taken for whole.
+        data = training_batches(samples, args.batch_size, args.seed, flip=False)
+        batch = next(iter(data))
+        plan = keras_accum.plan(model, batch, memory_budget=args.memory, recompute=False)
+        print(f"{plan}\n")
+        # A window has micro-batches of one size: the planned one where it divides.
+        args.micro_batch_size = math.gcd(args.batch_size, plan.micro_batch_size)
+    args.accum_steps = args.batch_size // args.micro_batch_size
+
+
+def compile_model(
+    model: keras.Model, optimizer: keras.Optimizer, args: argparse.Namespace
+) -> None:
+    """Compile `model` for the training and for planning."""
+    model.compile(
+        optimizer=optimizer,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        jit_compile={"auto": "auto", "on": True, "off": False}[args.jit_compile],
+    )
+
+
 def train(
     args: argparse.Namespace, samples: Sequence[tf.data.Dataset], accumulate: bool
 ) -> Run:
@@ -185,12 +227,7 @@ def train(
     model = make_model(train_samples.element_spec[0].shape)
     # Keras would do it in `fit`, where ScheduleFreeAdamW loses its copy of the weights.
     optimizer.build(model.trainable_variables)
-    model.compile(
-        optimizer=optimizer,
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-        jit_compile={"auto": "auto", "on": True, "off": False}[args.jit_compile],
-    )
+    compile_model(model, optimizer, args)
     start = time.perf_counter()
     history = model.fit(
         training_batches(
@@ -231,6 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.getLogger("keras_accum").setLevel(logging.INFO)
     keras.config.set_dtype_policy(args.precision)
     samples = load_samples(args.dataset, args.data_dir)
+    plan_sizes(args, samples[0])
     title = (
         f"{args.dataset}, {args.optimizer}, {args.precision}: one update per "
         f"{args.accum_steps} micro-batches of {args.micro_batch_size}"

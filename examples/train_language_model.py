@@ -40,6 +40,8 @@ from source_text import (
 
 import keras_accum
 
+AUTO = "auto"
+
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
@@ -49,7 +51,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--batch-tokens", type=int, default=1536, help="tokens per update, or a bit more")
-    add("--micro-batch-size", type=int, default=4, help="sequences in memory at once")
+    add(
+        "--micro-batch-size",
+        type=micro_batch_size,
+        default=4,
+        help="sequences in memory at once, or auto: as many as --memory has room for",
+    )
+    add("--memory", default="32MiB", help="for --micro-batch-size auto")
     add("--max-length", type=int, default=128, help="longer texts are cut up")
     add("--width", type=int, default=64, help="of the model; a multiple of 32")
     add("--layers", type=int, default=2)
@@ -72,6 +80,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             f"multiple of 32. Use --width {math.ceil(args.width / 32) * 32}."
         )
     return args
+
+
+def micro_batch_size(text: str) -> int | str:
+    """Read a number of sequences, or `auto`."""
+    return AUTO if text == AUTO else int(text)
 
 
 @keras.saving.register_keras_serializable(package="keras_accum_examples")
@@ -138,9 +151,7 @@ def train(
     args: argparse.Namespace, texts: Sequence[bytes], held_out: Sequence[bytes]
 ) -> tuple[keras.Model, dict[str, list[float]]]:
     """Train one update per batch of tokens; the history starts before the first."""
-    model = keras_accum.accumulate(
-        make_model(args, args.precision), micro_batch_size=args.micro_batch_size
-    )
+    model = make_model(args, args.precision)
     warmup, epochs = args.updates // 10, min(args.updates, 10)
     schedule = keras.optimizers.schedules.CosineDecay(
         args.learning_rate / 10,
@@ -158,6 +169,15 @@ def train(
         # XLA would compile anew for each number of sequences and each length.
         jit_compile=False,
     )
+    if args.micro_batch_size == AUTO:
+        # Batches differ in shape: the longest texts, and as many as a batch can have.
+        longest = sorted(texts, key=len)[-args.batch_tokens // args.max_length :]
+        plan = keras_accum.plan(
+            model, make_batch(longest), memory_budget=args.memory, recompute=False
+        )
+        print(f"{plan}\n")
+        args.micro_batch_size = plan.micro_batch_size
+    keras_accum.accumulate(model, micro_batch_size=args.micro_batch_size)
     chunks = [held_out[i : i + 32] for i in range(0, len(held_out), 32)]
     validation = as_dataset(lambda: map(make_batch, chunks), len(chunks))
     before = model.evaluate(validation, return_dict=True, verbose=0)
@@ -227,16 +247,20 @@ def plot(
     finish(figure, title, path)
 
 
+def title(args: argparse.Namespace) -> str:
+    """What is trained, in a line."""
+    return (
+        f"Transformer on bytes, {args.precision}: one update per {args.batch_tokens} "
+        f"tokens, {args.micro_batch_size} sequences at a time"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, train, measure again, sample and draw, as the command line says."""
     args = parse_arguments(argv)
     texts = [text for name in MODULES for text in read_texts(name, args.max_length)]
     held_out = read_texts(HELD_OUT, args.max_length)
-    title = (
-        f"Transformer on bytes, {args.precision}: one update per {args.batch_tokens} "
-        f"tokens, {args.micro_batch_size} sequences at a time"
-    )
-    print(f"{title}\n{len(texts):,} texts, {sum(map(len, texts)):,} bytes")
+    print(f"{title(args)}\n{len(texts):,} texts, {sum(map(len, texts)):,} bytes")
     # In float32 whatever --precision: this is about the average, not about rounding.
     exact = make_model(args, "float32")
     batch = next(batches(texts, args.batch_tokens, args.seed))
@@ -247,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     path = args.output / f"{args.precision}.png"
     single = entropy(held_out)
-    plot(curves, single, (before, after), title, path)
+    plot(curves, single, (before, after), title(args), path)
     print(f"\nA sample:\n\n{textwrap.indent(sample(model, args), '    ')}\n")
     print(f"Figure: {path}\n\n{table(before, after)}\n")
     print(check_errors((before, after)))

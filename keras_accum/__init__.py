@@ -10,7 +10,12 @@ from ._model import GradientAccumulationModel as GradientAccumulationModel
 from ._model import accumulate as accumulate
 from ._optimizer import AccumOptimizer as AccumOptimizer
 from ._optimizer import GradientAccumulationOptimizer as GradientAccumulationOptimizer
+from ._plan import Plan as Plan
+from ._planner import plan as plan
 from ._recompute import Recompute as Recompute
 from ._recompute import recompute as recompute
+from ._schedules import GradualWarmup as GradualWarmup
+from ._schedules import NominalBatchSize as NominalBatchSize
+from ._schedules import scale_learning_rate as scale_learning_rate
 
 __version__ = "0.1.0"

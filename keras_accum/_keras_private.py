@@ -8,12 +8,14 @@ import contextlib
 import copy
 import functools
 import inspect
+import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend import compute_output_spec
 from keras.src.backend.common.global_state import (
@@ -26,8 +28,12 @@ from keras.src.backend.tensorflow import trainer
 from keras.src.losses import loss as keras_loss
 from keras.src.models.functional import Functional as Functional
 from keras.src.models.model import functional_init_arguments
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.trainers.trainer import Trainer
 from keras.src.utils.python_utils import is_default
+from tensorflow.compiler.xla.service import hlo_pb2
+from tensorflow.python.client import device_lib
+from tensorflow.python.eager import context as tf_context
 from tensorflow.python.eager import record
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_util
@@ -357,6 +363,130 @@ def with_keras_mask(tensor: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
     if mask is not None:
         tensor._keras_mask = mask
     return tensor
+
+
+# --- What planning reads, and what it has to put back.
+
+
+def device_limit(device: str) -> int:
+    """The bytes of a device that TensorFlow may use, for "GPU:0" and the like.
+
+    `get_memory_info` tells what is in use, and nothing public tells of how much.
+    """
+    for found in device_lib.list_local_devices():
+        if found.name.endswith(device):
+            return int(found.memory_limit)
+    raise ValueError(f"There is no device {device!r}.")
+
+
+def compiled_bytes(function: Any, *args: Any) -> int:
+    """The memory that XLA has assigned to a compiled function beyond its arguments.
+
+    Temporaries, results that do not overwrite an argument, and constants. The compiler
+    tells it in the buffer assignment of the program, of which TensorFlow gives the
+    serialised form and not the class to read it with. Nothing runs.
+    """
+    program = hlo_pb2.HloProto()
+    compiler = function.experimental_get_compiler_ir(*args)
+    program.ParseFromString(compiler(stage="optimized_hlo_proto_serialized"))
+    allocations = program.buffer_assignment.buffer_allocations
+    return sum(
+        a.size
+        for a in allocations
+        if not (a.is_entry_computation_parameter or a.is_thread_local)
+    )
+
+
+def unbuilt_parts(model: keras.Model) -> dict[str, Any]:
+    """Stand-ins for the compiled parts of a model that a first step would build.
+
+    A part that Keras has built cannot be made unbuilt again.
+
+    Returns:
+        By the name of the model's attribute.
+    """
+    parts: dict[str, Any] = {}
+    optimizer = model.optimizer
+    if not optimizer.built:
+        parts["optimizer"] = type(optimizer).from_config(optimizer.get_config())
+    loss, metrics = model._compile_loss, model._compile_metrics
+    if loss is not None and not loss.built:
+        parts["_compile_loss"] = type(loss)(
+            loss._user_loss,
+            loss._user_loss_weights,
+            loss.reduction,
+            output_names=loss.output_names,
+        )
+    if metrics is not None and not metrics.built:
+        parts["_compile_metrics"] = type(metrics)(
+            metrics._user_metrics,
+            metrics._user_weighted_metrics,
+            output_names=metrics.output_names,
+        )
+    return parts
+
+
+def all_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
+    """The metrics of a model, also those that it was compiled with and has not built."""
+    compiled = model._compile_metrics
+    given = (
+        []
+        if compiled is None
+        else [compiled._user_metrics, compiled._user_weighted_metrics]
+    )
+    found = [*model.metrics, *keras.tree.flatten(given)]
+    found = [metric for metric in found if isinstance(metric, keras.metrics.Metric)]
+    return list({id(metric): metric for metric in found}.values())
+
+
+def state_of_layers(model: keras.Model) -> list[keras.Variable]:
+    """What a pass through a model may assign: moving statistics, seeds, metrics.
+
+    A weight that is frozen is none of it, however large. Keras tells it from a moving
+    statistic only by the list that a layer keeps it in.
+    """
+    layers = [model, *flatten_layers(model)]
+    found = [variable for layer in layers for variable in layer._non_trainable_variables]
+    found += [seed.state for layer in layers for seed in layer._seed_generators]
+    found += [v for metric in all_metrics(model) for v in metric.variables]
+    if (generator := get_global_attribute(GLOBAL_SEED_GENERATOR)) is not None:
+        found.append(generator.state)
+    return list({id(variable): variable for variable in found}.values())
+
+
+def call_traces(model: keras.Model) -> list[Any]:
+    """The containers in which layers keep what their last call passed to `add_loss`."""
+    return [
+        container
+        for layer in [model, *flatten_layers(model)]
+        for container in (layer._losses, layer._loss_ids)
+    ]
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Put back, afterwards, all random state that is outside of a model.
+
+    Python's, from which Keras draws its seeds; NumPy's; Keras's global seed generator,
+    or that there was none; and the generator from which TensorFlow seeds its operations.
+    """
+    operations = vars(tf_context.context())
+    seeds = operations.get("_rng")  # not there until `tf.random.set_seed`
+    kept = (random.getstate(), np.random.get_state(), seeds and seeds.getstate())
+    generator = get_global_attribute(GLOBAL_SEED_GENERATOR)
+    seed = None if generator is None else np.array(generator.state.value)
+    try:
+        yield
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+        operations.pop("_rng", None)
+        if seeds is not None:
+            seeds.setstate(kept[2])
+            operations["_rng"] = seeds
+        set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
+        if generator is not None:
+            generator.state.assign(seed)
 
 
 # --- What a second run of a layer's call needs to be the same as the first.

@@ -5,12 +5,14 @@ large batch: one step is one update.
 """
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import keras
 
+from ._arguments import check_option
 from ._keras_private import Functional, functional_arguments, mend_strategies
 from ._loop import Split
+from ._oom import ON_OOM, RetryingStep
 from ._train_step import train_step
 
 
@@ -54,6 +56,10 @@ class GradientAccumulationModel(keras.Model):
         two_pass: bool. True is exact for any loss of the predictions, also one that
             couples samples (contrastive, Dice over the batch, ranking). It costs one
             more forward pass, and the memory of the predictions.
+        on_oom: what `fit` and `train_on_batch` do when a step runs out of memory:
+            `"raise"`, or `"halve"` the micro-batch and try the same batch again, with
+            the same random numbers. The update stays that of the whole batch. After 100
+            steps in a row the size before is tried once more. Not on several replicas.
         **kwargs: as for `keras.Model`.
 
     Raises:
@@ -66,9 +72,11 @@ class GradientAccumulationModel(keras.Model):
         accum_steps: int | None = None,
         micro_batch_size: int | None = None,
         two_pass: bool = False,
+        on_oom: Literal["raise", "halve"] = "raise",
         **kwargs: Any,
     ) -> None:
         split = Split(accum_steps, micro_batch_size)
+        check_option("on_oom", on_oom, ON_OOM)
         if functional_arguments(args, kwargs) and not isinstance(self, Functional):
             # Keras would make every model of this class a functional one.
             object.__setattr__(self, "__class__", _functional(type(self)))  # type: ignore[arg-type]
@@ -76,6 +84,7 @@ class GradientAccumulationModel(keras.Model):
         mend_strategies()
         self._split = split
         self._two_pass = bool(two_pass)
+        self._on_oom = on_oom
 
     @property
     def accum_steps(self) -> int | None:
@@ -91,6 +100,17 @@ class GradientAccumulationModel(keras.Model):
     def two_pass(self) -> bool:
         """Whether the loss is taken over the whole batch, in two passes."""
         return self._two_pass
+
+    @property
+    def on_oom(self) -> str:
+        """What is done when a step runs out of memory."""
+        return self._on_oom
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """The function that `fit` calls for each batch."""
+        if self._on_oom == "raise":
+            return super().make_train_function(force)
+        return _make_retrying(self, self._split, self._two_pass, force)
 
     def train_step(self, data: Any) -> dict[str, Any]:
         """Update once with a batch, one micro-batch in memory at a time."""
@@ -109,6 +129,7 @@ class GradientAccumulationModel(keras.Model):
             "accum_steps": self.accum_steps,
             "micro_batch_size": self.micro_batch_size,
             "two_pass": self.two_pass,
+            "on_oom": self.on_oom,
         }
 
     @classmethod
@@ -119,7 +140,7 @@ class GradientAccumulationModel(keras.Model):
         config = dict(config)
         if "layers" not in config:
             return cls(**config)
-        names = ("accum_steps", "micro_batch_size", "two_pass")
+        names = ("accum_steps", "micro_batch_size", "two_pass", "on_oom")
         own = {name: config.pop(name) for name in names}
         plain = keras.Model.from_config(config, custom_objects)
         inputs, outputs = plain._inputs_struct, plain._outputs_struct
@@ -139,12 +160,22 @@ def _functional(cls: type) -> type:
     return functional
 
 
+def _make_retrying(
+    model: keras.Model, split: Split, two_pass: bool, force: bool = False
+) -> RetryingStep:
+    """A model's `make_train_function`, for `on_oom="halve"`."""
+    if force or not isinstance(model.train_function, RetryingStep):
+        model.train_function = RetryingStep(model, split, two_pass)
+    return model.train_function
+
+
 def accumulate(
     model: keras.Model,
     *,
     accum_steps: int | None = None,
     micro_batch_size: int | None = None,
     two_pass: bool = False,
+    on_oom: Literal["raise", "halve"] = "raise",
 ) -> keras.Model:
     """Have a model that exists train on batches, one micro-batch in memory at a time.
 
@@ -157,7 +188,8 @@ def accumulate(
 
     Works in place: only the training step changes. What is saved, its weights, its
     config and its class are the model's own; a model loaded from it trains as usual
-    until it is passed here too. `del model.train_step`, and compiling anew, undoes it.
+    until it is passed here too. `del model.train_step` (and `model.make_train_function`,
+    with `on_oom="halve"`), and compiling anew, undoes it.
 
     Args:
         model: any Keras model: functional, Sequential, subclassed, loaded; compiled or
@@ -165,6 +197,7 @@ def accumulate(
         accum_steps: as for `GradientAccumulationModel`.
         micro_batch_size: likewise.
         two_pass: likewise.
+        on_oom: likewise.
 
     Returns:
         `model` itself.
@@ -174,6 +207,12 @@ def accumulate(
             and, with TypeError, for `accum_steps` and `micro_batch_size`.
     """
     split = Split(accum_steps, micro_batch_size)
+    check_option("on_oom", on_oom, ON_OOM)
+    if isinstance(model, GradientAccumulationModel):
+        model._split, model._two_pass = split, bool(two_pass) or model._two_pass
+        model._on_oom = on_oom
+        model.train_function = None
+        return model
     if type(model).train_step is not keras.Model.train_step:
         raise ValueError(
             f"'{model.name}' has a `train_step` of its own ({type(model).__name__}."
@@ -186,5 +225,10 @@ def accumulate(
     model.train_step = functools.partial(
         train_step, model, split=split, two_pass=two_pass
     )
+    vars(model).pop("make_train_function", None)
+    if on_oom == "halve":
+        model.make_train_function = functools.partial(
+            _make_retrying, model, split, two_pass
+        )
     model.train_function = None
     return model

@@ -35,6 +35,7 @@ def test_readme_code_runs_as_it_stands(code):
     names = {
         "model": model,
         "ka": ka,
+        "keras": keras,
         "x": rng.normal(size=(256, 4)),
         "y": np.ones((256, 1)),
     }

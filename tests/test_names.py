@@ -14,10 +14,15 @@ NAMES = {
     "AccumulationMonitor",
     "GradientAccumulationModel",
     "GradientAccumulationOptimizer",
+    "GradualWarmup",
+    "NominalBatchSize",
+    "Plan",
     "Recompute",
     "accumulate",
     "accumulate_gradients",
+    "plan",
     "recompute",
+    "scale_learning_rate",
 }
 
 

@@ -1,0 +1,415 @@
+"""Whether `plan` tells the memory that a training needs, and chooses well, and fast.
+
+For each model, in a graph and under XLA:
+
+- every divisor of the batch from a 32nd on is measured and timed, without recomputation
+  and, with `--joint`, with it: the exhaustive search that `plan` is there to save;
+- `plan` is given what a quarter of the batch needs, plus 2 %, and what it chooses is
+  compared with the fastest of all divisors that fit;
+- the plan is applied in a fresh process, where the training step of Keras runs. Under XLA
+  the heap is then counted by a library that knows nothing of TensorFlow
+  (`malloc_count.c`, with a C compiler on Linux; oneDNN off, so that every tensor is an
+  allocation of its own). In a graph it is the allocator's peak: what TensorFlow's pool
+  rounds up and cannot hand out is in use, whatever the tensors' sizes say.
+
+With `--joint`, recomputation has to help: `plan` gets half of what the fastest plan
+without it needs.
+
+    PYTHONPATH=. python benchmarks/plan.py --json plan.json
+    PYTHONPATH=. python benchmarks/plan.py --models encoder --joint
+"""
+
+import argparse
+import ctypes
+import dataclasses
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from common import (
+    Arrays,
+    Workload,
+    format_table,
+    in_own_process,
+    make_model,
+    write_json,
+)
+from keras import layers
+
+import keras_accum
+from keras_accum._measure import Meter
+from keras_accum._planner import _batch, _switch_on
+from keras_accum._search import Trial, candidates
+from keras_accum._transaction import untouched
+
+MIB = 2**20
+STEPS = 5
+
+
+def build_mlp() -> keras.Model:
+    """Sixteen dense layers of 256 units."""
+    hidden = [layers.Dense(256, activation="relu") for _ in range(16)]
+    return keras.Sequential([keras.Input((256,)), *hidden])
+
+
+def build_cnn() -> keras.Model:
+    """A convolution, and ten of one pixel, with BatchNormalization on 32 x 32 places."""
+    inputs = keras.Input((64, 64, 3))
+    x = layers.Conv2D(16, 3, 2, padding="same", use_bias=False)(inputs)
+    for _ in range(10):
+        x = layers.Activation("relu")(layers.BatchNormalization()(x))
+        x = layers.Conv2D(16, 1, use_bias=False)(x)
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, layers.Dense(10, activation="softmax")(x))
+
+
+def build_unet() -> keras.Model:
+    """Three levels down and up on 64 x 64 images, with skip connections."""
+
+    def convolve(x: Any, filters: int) -> Any:
+        x = layers.Conv2D(filters, 3, padding="same")(x)
+        return layers.Activation("relu")(layers.GroupNormalization(4)(x))
+
+    inputs = x = keras.Input((64, 64, 3))
+    skips = []
+    for filters in (8, 16, 32):
+        skips.append(x := convolve(x, filters))
+        x = layers.AveragePooling2D()(x)
+    x = convolve(x, 64)
+    for skip in reversed(skips):
+        x = layers.Concatenate()([layers.UpSampling2D()(x), skip])
+        x = convolve(x, skip.shape[-1])
+    return keras.Model(inputs, layers.Conv2D(3, 1)(x))
+
+
+def transformer(x: Any, blocks: int, causal: bool, dropout: float) -> Any:
+    """Pre-norm blocks of width 128."""
+    for _ in range(blocks):
+        h = layers.LayerNormalization()(x)
+        h = layers.MultiHeadAttention(4, 32)(h, h, use_causal_mask=causal)
+        x = x + layers.Dropout(dropout)(h)
+        h = layers.LayerNormalization()(x)
+        h = layers.Dense(512, activation="gelu")(h)
+        x = x + layers.Dropout(dropout)(layers.Dense(128)(h))
+    return x
+
+
+def build_encoder() -> keras.Model:
+    """Six blocks with dropout on 64 tokens, then one of ten classes."""
+    tokens = keras.Input((64,), dtype="int32")
+    x = transformer(layers.Embedding(1000, 128)(tokens), 6, causal=False, dropout=0.1)
+    x = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(x))
+    return keras.Model(tokens, layers.Dense(10, activation="softmax")(x))
+
+
+def build_decoder() -> keras.Model:
+    """Four causal blocks on 64 tokens, then the next token of 1,000."""
+    tokens = keras.Input((64,), dtype="int32")
+    x = transformer(layers.Embedding(1000, 128)(tokens), 4, causal=True, dropout=0.0)
+    return keras.Model(tokens, layers.Dense(1000, activation="softmax")(x))
+
+
+def build_backbone() -> keras.Model:
+    """A BERT of keras_hub, from its configuration: four blocks of width 128."""
+    import keras_hub
+
+    backbone = keras_hub.models.BertBackbone(
+        vocabulary_size=1000,
+        num_layers=4,
+        num_heads=4,
+        hidden_dim=128,
+        intermediate_dim=512,
+        max_sequence_length=64,
+    )
+    pooled = backbone.output["pooled_output"]
+    outputs = layers.Dense(10, activation="softmax")(pooled)
+    return keras.Model(backbone.input, outputs)
+
+
+def sample_vectors(rows: int, rng: np.random.Generator) -> Arrays:
+    """Draws input and target vectors."""
+    x, y = rng.standard_normal((2, rows, 256), dtype=np.float32)
+    return x, y
+
+
+def sample_pixels(rows: int, rng: np.random.Generator) -> Arrays:
+    """Draws images, and images to make of them."""
+    x, y = rng.standard_normal((2, rows, 64, 64, 3), dtype=np.float32)
+    return x, y
+
+
+def sample_photos(rows: int, rng: np.random.Generator) -> Arrays:
+    """Draws images and classes."""
+    return sample_pixels(rows, rng)[0], rng.integers(0, 10, rows)
+
+
+def sample_texts(rows: int, rng: np.random.Generator) -> Arrays:
+    """Draws 64 tokens and a class."""
+    return rng.integers(0, 1000, (rows, 64), dtype=np.int32), rng.integers(0, 10, rows)
+
+
+def sample_next(rows: int, rng: np.random.Generator) -> Arrays:
+    """Draws 64 tokens and those that follow."""
+    x = rng.integers(0, 1000, (rows, 65), dtype=np.int32)
+    return x[:, :-1], x[:, 1:]
+
+
+def sample_bert(rows: int, rng: np.random.Generator) -> Any:
+    """Draws the inputs of a BERT and a class."""
+    tokens, classes = sample_texts(rows, rng)
+    inputs = {
+        "token_ids": tokens,
+        "segment_ids": np.zeros_like(tokens),
+        "padding_mask": np.ones_like(tokens),
+    }
+    return inputs, classes
+
+
+CROSS_ENTROPY = "sparse_categorical_crossentropy"
+
+# `micro_batch` is the whole batch here, which the planner takes apart.
+WORKLOADS = {
+    "mlp": Workload(4096, build_mlp, sample_vectors, "mse"),
+    "cnn": Workload(64, build_cnn, sample_photos, CROSS_ENTROPY),
+    "unet": Workload(32, build_unet, sample_pixels, "mse"),
+    "encoder": Workload(64, build_encoder, sample_texts, CROSS_ENTROPY),
+    "decoder": Workload(64, build_decoder, sample_next, CROSS_ENTROPY),
+    "backbone": Workload(64, build_backbone, sample_bert, CROSS_ENTROPY),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One combination to measure."""
+
+    model: str
+    xla: bool
+    joint: bool = False
+
+    @property
+    def workload(self) -> Workload:
+        """The model and the data."""
+        return WORKLOADS[self.model]
+
+    def __str__(self) -> str:
+        return f"{self.model} {'xla' if self.xla else 'graph'}"
+
+
+def prepare(case: Case) -> tuple[keras.Model, Any]:
+    """The compiled model and one batch."""
+    model = make_model(case.workload)
+    optimizer = keras.optimizers.Adam(1e-4)
+    model.compile(optimizer, case.workload.loss, jit_compile=case.xla)
+    rows = case.workload.micro_batch
+    return model, case.workload.sample(rows, np.random.default_rng(0))
+
+
+def exhaustive(case: Case, options: Sequence[Any]) -> list[Trial]:
+    """Every divisor, measured and timed."""
+    model, samples = prepare(case)
+    batch, rows = _batch(samples, None, 1)
+    with untouched(model):
+        meter = Meter(model, batch, _switch_on)
+        return [
+            meter.measure(size, option, timed=True)
+            for option in options
+            for size in candidates(rows)
+            if 32 * size >= rows
+        ]
+
+
+def measure_plan(case: Case, budget: int, recompute: Any) -> dict[str, Any]:
+    """A plan, and how long it took to make it."""
+    model, samples = prepare(case)
+    start = time.perf_counter()
+    plan = keras_accum.plan(
+        model, samples, memory_budget=budget, recompute=recompute, verbose=0
+    )
+    return {**plan.to_dict(), "planning_seconds": time.perf_counter() - start}
+
+
+def count_memory(case: Case, size: int, recompute: Any) -> tuple[int, int]:
+    """The bytes that Keras's own step needs above what it starts from.
+
+    Variables and batch are there before. The median and the largest of several steps.
+    """
+    model, samples = prepare(case)
+    model.optimizer.build(model.trainable_variables)
+    (x, y, _), _ = _batch(samples, None, 1)
+    if recompute:
+        _switch_on(model, recompute)
+    keras_accum.accumulate(model, micro_batch_size=size)
+    level, peak = _heap() if case.xla else _allocator()
+    before = level()
+    model.train_on_batch(x, y)
+    model.train_on_batch(x, y)
+    peaks = []
+    for _ in range(STEPS):
+        if case.xla:
+            before = level()  # What compiling has left is none of the step's.
+        peaks.append(peak(lambda: model.train_on_batch(x, y)) - before)
+    return int(statistics.median(peaks)), max(peaks)
+
+
+def _heap() -> tuple[Any, Any]:
+    heap = ctypes.CDLL(None)
+    heap.heap_live.restype = heap.heap_peak.restype = ctypes.c_long
+
+    def peak(step: Any) -> int:
+        heap.heap_reset()
+        step()
+        return heap.heap_peak()
+
+    return heap.heap_live, peak
+
+
+def _allocator() -> tuple[Any, Any]:
+    memory = tf.config.experimental
+
+    def peak(step: Any) -> int:
+        memory.reset_memory_stats("CPU:0")
+        step()
+        return memory.get_memory_info("CPU:0")["peak"]
+
+    return lambda: memory.get_memory_info("CPU:0")["current"], peak
+
+
+def counted(case: Case, plan: dict[str, Any], library: Path) -> tuple[int, int]:
+    """`count_memory` in a process of its own, under XLA with the library loaded."""
+    if case.xla:
+        os.environ["LD_PRELOAD"] = str(library)
+    try:
+        return in_own_process(
+            count_memory, case, plan["micro_batch_size"], plan["recompute"]
+        )
+    finally:
+        os.environ.pop("LD_PRELOAD", None)
+
+
+def fastest(trials: Sequence[Trial], budget: int) -> Trial:
+    """The fastest of those that fit."""
+    return min((t for t in trials if t.fits(budget)), key=lambda t: t.seconds)
+
+
+def run_case(case: Case, library: Path) -> dict[str, Any]:
+    """Everything about one case."""
+    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if case.xla else "1"
+    options = [False, "segments=sqrt"] if case.joint else [False]
+    trials = in_own_process(exhaustive, case, options)
+    plain = [trial for trial in trials if not trial.recompute]
+    sizes = sorted({trial.micro_batch_size for trial in trials})
+    if case.joint:
+        budget = fastest(plain, 2**50).peak_bytes // 2
+    else:
+        quarter = [t for t in plain if t.micro_batch_size == sizes[-1] // 4]
+        budget = int(quarter[0].peak_bytes * 1.02)
+    plan = in_own_process(measure_plan, case, budget, "auto" if case.joint else False)
+    needed, highest = counted(case, plan, library)
+    best = fastest(trials, budget)
+    held = sum(plan["held"].values())
+    chosen = [
+        t
+        for t in trials
+        if (t.micro_batch_size, t.recompute)
+        == (plan["micro_batch_size"], plan["recompute"])
+    ]
+    return {
+        "case": str(case),
+        "joint": case.joint,
+        "budget": budget,
+        "plan": plan,
+        "counted": needed + held,
+        "counted_highest": highest + held,
+        "best_size": best.micro_batch_size,
+        "best_recompute": best.recompute,
+        "apart": abs(
+            sizes.index(best.micro_batch_size) - sizes.index(plan["micro_batch_size"])
+        ),
+        "slower": chosen[0].seconds / best.seconds,
+        "versus_plain": chosen[0].seconds / fastest(plain, 2**50).seconds,
+        "trials": [dataclasses.asdict(trial) for trial in trials],
+    }
+
+
+def row(found: dict[str, Any]) -> list[str]:
+    """One line of the table."""
+    plan, counted_bytes = found["plan"], found["counted"]
+    predicted = plan["predicted_bytes"] or plan["peak_bytes"]
+
+    def off(size: int) -> str:
+        return f"{100 * (size / counted_bytes - 1):+.1f} %"
+
+    allowed = max(30, 20 * plan["seconds"])
+    what = " recomputed" if plan["recompute"] else ""
+    best = " recomputed" if found["best_recompute"] else ""
+    return [
+        found["case"],
+        f"{found['budget'] / MIB:.1f}",
+        f"{plan['micro_batch_size']}{what}",
+        f"{found['best_size']}{best}",
+        f"{found['slower']:.2f}",
+        f"{counted_bytes / MIB:.1f}",
+        off(plan["peak_bytes"]),
+        off(predicted) if plan["predicted_bytes"] else "-",
+        f"{plan['planning_seconds']:.1f} of {allowed:.0f}",
+        f"{found['versus_plain']:.2f}",
+    ]
+
+
+HEADER = [
+    "case",
+    "budget, MiB",
+    "planned",
+    "fastest of all",
+    "time ratio",
+    "counted, MiB",
+    "measured off by",
+    "predicted off by",
+    "planning, s",
+    "time / unlimited plain",
+]
+
+
+def compile_library(folder: str) -> Path:
+    """The library that counts the heap."""
+    source = Path(__file__).with_name("malloc_count.c")
+    library = Path(folder) / "malloc_count.so"
+    command = ["cc", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return library
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the cases that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--xla", nargs="+", choices=["on", "off"], default=["off", "on"])
+    parser.add_argument("--joint", action="store_true", help="half of the memory")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    cases = [
+        Case(model, xla == "on", args.joint) for model in args.models for xla in args.xla
+    ]
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        library = compile_library(folder)
+        for case in cases:
+            found.append(run_case(case, library))
+            print(format_table(HEADER, [row(found[-1])]), flush=True)
+            if args.json:
+                write_json(args.json, found)
+    print("\n" + format_table(HEADER, [row(each) for each in found]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

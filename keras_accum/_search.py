@@ -1,0 +1,249 @@
+"""Which micro-batch size to take: a search that measures few sizes and guesses none.
+
+Memory grows with the size, so the largest one that fits is found between one that was
+measured to fit and one that was measured not to. A line through the measured sizes says
+where to look next; it never decides. The whole batch stands apart: a single micro-batch
+may need no sums of gradients, and so less than half a batch does. Time does not grow or
+fall with the size for certain: it is followed downwards from there as long as it falls.
+"""
+
+import dataclasses
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+# What a smaller size, or recomputation, has to save before it is preferred: a step
+# on a shared machine is not timed more exactly than this.
+WORTH = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One micro-batch size, measured.
+
+    Attributes:
+        micro_batch_size: samples in memory at once, on one replica.
+        recompute: what was recomputed in the backward pass; False for nothing.
+        peak_bytes: the most that a step needed, all in all; None if it ran out of memory.
+        predicted_bytes: what a line through the sizes measured before had said; None
+            where there were fewer than two.
+        seconds: of a step on the whole batch; None where none was run.
+    """
+
+    micro_batch_size: int
+    recompute: Any
+    peak_bytes: int | None
+    predicted_bytes: int | None = None
+    seconds: float | None = None
+
+    def fits(self, budget: int) -> bool:
+        """Whether it ran within `budget` bytes."""
+        return self.peak_bytes is not None and self.peak_bytes <= budget
+
+
+# From a size, what to recompute, and whether to time it, to what was measured.
+Measure: TypeAlias = Callable[[int, Any, bool], Trial]
+
+
+class Patience:
+    """How long to look for something faster, once something has been found.
+
+    Up to half of what planning may take: 30 seconds, or 20 steps if they take longer.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._start = clock()
+
+    def lasts(self, best: Trial) -> bool:
+        """Whether to go on, with this being the best so far."""
+        allowed = max(30.0, 20 * (best.seconds or 0.0))
+        return self._clock() - self._start < allowed / 2
+
+
+def candidates(rows: int) -> list[int]:
+    """The micro-batch sizes to choose from for a batch of `rows`, in rising order.
+
+    The divisors, with which all micro-batches are equal. Where two of them are more than
+    a factor of 3 apart, as around a prime, halves stand in between: the last micro-batch
+    is then shorter, and weighs what it holds.
+    """
+    divisors = [size for size in range(1, rows + 1) if rows % size == 0]
+    sizes = set(divisors)
+    for low, high in itertools.pairwise(divisors):
+        while high > 3 * low:
+            high = -(-high // 2)
+            sizes.add(high)
+    return sorted(sizes)
+
+
+class Search:
+    """Trials of one kind of step, and the choice among them.
+
+    Args:
+        measure: measures one size.
+        sizes: the sizes to choose from, in rising order.
+        budget: bytes.
+        recompute: what the step recomputes.
+        patience: for how long to look for a size that is faster.
+        sums: bytes that the sums of gradients take, which the last size may not need.
+    """
+
+    def __init__(
+        self,
+        measure: Measure,
+        sizes: Sequence[int],
+        budget: int,
+        recompute: Any,
+        patience: Patience,
+        sums: int = 0,
+    ) -> None:
+        self._sums = sums
+        self._measure = measure
+        self._sizes = list(sizes)
+        self._budget = budget
+        self._recompute = recompute
+        self._patience = patience
+        self.trials: dict[int, Trial] = {}  # by index of the size
+
+    def best(self) -> Trial | None:
+        """The fastest size that fits, by descent from the largest that does."""
+        index = self._largest_run()
+        if index < 0:
+            return None
+        best = self.trials[index]
+        while index > 0 and self._patience.lasts(best):
+            index -= 1
+            smaller = self._try(index, timed=True)
+            if not smaller.fits(self._budget):
+                continue  # Less than half a batch may need more than the whole.
+            if not faster(smaller, best):
+                break
+            best = smaller
+        return best
+
+    def _largest_run(self) -> int:
+        """`largest`, once its step has run on the whole batch, and fitted then too."""
+        index = self.largest()
+        while index >= 0 and not self._try(index, timed=True).fits(self._budget):
+            index -= 1
+        return index
+
+    def largest(self) -> int:
+        """The index of the largest size that fits; -1 if none does."""
+        last = len(self._sizes) - 1
+        largest = self._largest_part()
+        if any(trial.peak_bytes is None for trial in self.trials.values()):
+            return largest
+        predicted = self.predict(self._sizes[last])
+        worth_a_try = predicted is None or predicted - self._sums <= self._budget
+        if worth_a_try and self._try(last).fits(self._budget):
+            return last
+        return largest
+
+    def _largest_part(self) -> int:
+        """`largest`, without the last size."""
+        low, high = -1, len(self._sizes) - 1
+        guess = self._first_guess()
+        while low + 1 < high:
+            guess = min(max(guess, low + 1), high - 1)
+            if self._try(guess).fits(self._budget):
+                low = guess
+            else:
+                high = guess
+            guess = self._guess(low, high)
+            if guess <= low and self._surely_too_large(low + 1):
+                break
+        return low
+
+    def predict(self, size: int, without: int | None = None) -> int | None:
+        """The bytes of a size by a line through the two nearest that were measured."""
+        known = [
+            (t.micro_batch_size, t.peak_bytes)
+            for t in self.trials.values()
+            if t.peak_bytes is not None and t.micro_batch_size != without
+        ]
+        if len(known) < 2:
+            return None
+        known.sort(key=lambda pair: abs(pair[0] - size))
+        (x0, y0), (x1, y1) = known[:2]
+        return round(y0 + (y1 - y0) / (x1 - x0) * (size - x0))
+
+    def _try(self, index: int, timed: bool = False) -> Trial:
+        known = self.trials.get(index)
+        if known is None or (timed and known.seconds is None and known.peak_bytes):
+            size = self._sizes[index]
+            predicted = known.predicted_bytes if known else self.predict(size)
+            trial = self._measure(size, self._recompute, timed)
+            self.trials[index] = dataclasses.replace(trial, predicted_bytes=predicted)
+        return self.trials[index]
+
+    def _first_guess(self) -> int:
+        """A size that is small, for it may not fit, but not so small as to be slow."""
+        aim = self._sizes[-1] / 16
+        return min(range(len(self._sizes)), key=lambda i: abs(self._sizes[i] - aim))
+
+    def _guess(self, low: int, high: int) -> int:
+        """The largest index that the line says fits; `low` if none above it does."""
+        if self.predict(1) is None:
+            return low + 1 if low >= 0 else (high - 1) // 2
+        fitting = [
+            index
+            for index in range(low + 1, high)
+            if (self.predict(self._sizes[index]) or 0) <= self._budget
+        ]
+        return fitting[-1] if fitting else low
+
+    def _surely_too_large(self, index: int) -> bool:
+        """Whether there is no need to measure that a size does not fit."""
+        predicted = self.predict(self._sizes[index])
+        return predicted is not None and predicted > 1.1 * self._budget
+
+
+def faster(trial: Trial, than: Trial) -> bool:
+    """Whether a trial is so much faster than another that it is worth it."""
+    if trial.seconds is None or than.seconds is None:
+        return False
+    return trial.seconds < WORTH * than.seconds
+
+
+def choose(
+    measure: Measure,
+    sizes: list[int],
+    budget: int,
+    options: list[Any],
+    patience: Patience,
+    sums: int = 0,
+) -> tuple[Trial | None, list[Trial]]:
+    """The fastest trial that fits, and all of them.
+
+    Args:
+        measure: measures one size.
+        sizes: in rising order.
+        budget: bytes.
+        options: what to recompute, the cheapest first. Another one is tried only if the
+            whole batch does not fit with those before it: there is nothing to gain then.
+        patience: for how long to look for something faster.
+        sums: bytes of the sums of gradients, which a single micro-batch may not need.
+    """
+    best: Trial | None = None
+    trials: list[Trial] = []
+    for option in options:
+        if best is not None and not patience.lasts(best):
+            break
+        search = Search(measure, sizes, budget, option, patience, sums)
+        try:
+            found = search.best()
+        except ValueError as error:
+            if option is options[0]:
+                raise
+            warnings.warn(f"Recomputation is left out: {error}", stacklevel=3)
+            continue
+        trials += search.trials.values()
+        if found is not None and (best is None or faster(found, best)):
+            best = found
+        if any(t.micro_batch_size == sizes[-1] and t.fits(budget) for t in trials):
+            break
+    return best, trials
