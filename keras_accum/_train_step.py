@@ -70,15 +70,34 @@ def train_step(
     Returns:
         The metrics of the model, by name.
     """
+    update(model, compute_window(model, data, split, two_pass))
+    return model.get_metrics_result()
+
+
+def compute_window(
+    model: keras.Model, data: Any, split: Split, two_pass: bool = False
+) -> Window:
+    """All of a training step but its update: the loss, the gradients, the metrics."""
     _replica.check_compilable()
     check_statistics(model)
     build_for(model, data)
     batch, checks = check_batch(keras.utils.unpack_x_y_sample_weight(data))
     checks += _check_weights(batch[2])
+    optimizer, first = model.optimizer, True
+    if _accumulates(optimizer):
+        optimizer.scale_for(model)
+        first = tf.equal(optimizer.micro_step, 0)
     # In a graph, what does not depend on a check does not wait for it.
     with tf.control_dependencies(checks), undivided_losses():
-        _update(model, batch, split, two_pass)
-    return model.get_metrics_result()
+        begin_windows(model, first)
+        if two_pass:
+            window = accumulate_coupled(model, batch, split)
+            track_loss(model, window.loss, rows_of(batch))
+        else:
+            with tracked_apart(model) as track:
+                window = accumulate_model(model, batch, split)
+            track(window.loss, window.parts, rows_of(batch))
+    return window
 
 
 def _check_weights(sample_weight: Any) -> list[tf.Tensor]:
@@ -87,22 +106,6 @@ def _check_weights(sample_weight: Any) -> list[tf.Tensor]:
         for weight in leaves(sample_weight)
         if weight is not None and weight.dtype.is_floating
     ]
-
-
-def _update(model: keras.Model, batch: Any, split: Split, two_pass: bool) -> None:
-    optimizer, first = model.optimizer, True
-    if isinstance(optimizer, GradientAccumulationOptimizer):
-        optimizer.scale_for(model)
-        first = tf.equal(optimizer.micro_step, 0)
-    begin_windows(model, first)
-    if two_pass:
-        window = accumulate_coupled(model, batch, split)
-        track_loss(model, window.loss, rows_of(batch))
-    else:
-        with tracked_apart(model) as track:
-            window = accumulate_model(model, batch, split)
-        track(window.loss, window.parts, rows_of(batch))
-    update(model, window)
 
 
 def accumulate_model(model: keras.Model, batch: Any, split: Split) -> Window:
