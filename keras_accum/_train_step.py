@@ -291,7 +291,7 @@ def _denominators(
     else:
         weighted = []
 
-    def step(micro_batch: Any, _: tf.Tensor, totals: Any) -> Any:
+    def step(micro_batch: Any, rows: tf.Tensor, totals: Any) -> Any:
         terms = _terms(model, micro_batch)
         return [total + terms[i].weight for total, i in zip(totals, weighted)]
 

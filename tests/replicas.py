@@ -768,6 +768,16 @@ def a_coupled_loss_sees_the_samples_of_all_replicas(strategy, mode):
     assert_differ(naive[0].get_weights(), oracle[0].get_weights())
 
 
+@scenario
+def masks_are_gathered_with_the_predictions(strategy, mode):
+    arrays, how = tokens(SAMPLES), {"loss": cross_entropy(), "mode": mode}
+    split = {"split": {"accum_steps": 3}, "two_pass": True}
+    oracle = train(token_model, arrays, sgd, **how)
+    assert_same(train(token_model, arrays, sgd, strategy, **how, **split), oracle)
+    naive = train(token_model, arrays, sgd, strategy, **how)
+    assert_differ(naive[0].get_weights(), oracle[0].get_weights())
+
+
 class ReadsInputs(keras.Model):
     """A coupled loss that reads the inputs too."""
 
@@ -821,6 +831,31 @@ def statistics_synchronised_over_replicas_are_refused_in_a_loop(strategy, mode):
     )
     model, _ = train(normalised, arrays, sgd, strategy, **how)
     assert all(np.isfinite(w).all() for w in model.get_weights())
+
+
+@scenario
+def statistics_are_pooled_over_the_window_of_each_replica(strategy, mode):
+    """What is saved is replica 0's, as for Keras's BatchNormalization."""
+
+    def make():
+        keras.utils.set_random_seed(1)
+        layers = [ka.AccumBatchNormalization(), keras.layers.Dense(3)]
+        return keras.Sequential([keras.Input((5,)), *layers])
+
+    x, y = data(12)
+    how = {"loss": "mse", "split": {"accum_steps": 3}, "mode": mode, "epochs": 1}
+    found, _ = train(make, (x, y), sgd, strategy, **how)
+    own, _ = train(make, (x[:6], y[:6]), sgd, **how)
+    other, _ = train(make, (x[6:], y[6:]), sgd, **how)
+
+    def moving(model):
+        return [
+            model.layers[0].moving_mean.numpy(),
+            model.layers[0].moving_variance.numpy(),
+        ]
+
+    assert_close(moving(found), moving(own))
+    assert_differ(moving(found), moving(other))
 
 
 @scenario
