@@ -75,10 +75,10 @@ def build_cnn() -> keras.Model:
     )
 
 
-def build_transformer() -> keras.Model:
+def build_transformer(mask_zero: bool = False) -> keras.Model:
     """Two pre-norm blocks of width 128 on 64 tokens, with a sparse embedding."""
     tokens = keras.Input((64,), dtype="int32")
-    x = keras.layers.Embedding(1000, 128)(tokens)
+    x = keras.layers.Embedding(1000, 128, mask_zero=mask_zero)(tokens)
     for _ in range(2):
         h = keras.layers.LayerNormalization()(x)
         x = x + keras.layers.MultiHeadAttention(4, 32)(h, h)
@@ -100,9 +100,16 @@ def sample_images(rows: int, rng: np.random.Generator) -> Arrays:
     return x, rng.integers(0, 10, rows)
 
 
-def sample_tokens(rows: int, rng: np.random.Generator) -> Arrays:
-    """Draws 64 tokens of 1,000 a row; the target is the token that follows."""
-    x = rng.integers(0, 1000, (rows, 65), dtype=np.int32)
+def sample_tokens(
+    rows: int, rng: np.random.Generator, longest_padding: int = 0
+) -> Arrays:
+    """Draws 64 tokens of 1,000 a row; the target is the token that follows.
+
+    Up to `longest_padding` tokens at the end of a row are 0.
+    """
+    x = rng.integers(1, 1000, (rows, 65), dtype=np.int32)
+    padding = rng.integers(0, longest_padding + 1, rows)
+    x[np.arange(65) >= 65 - padding[:, None]] = 0
     return x[:, :-1], x[:, 1:]
 
 
@@ -117,6 +124,13 @@ WORKLOADS = {
     "cnn": Workload(8, build_cnn, sample_images, "sparse_categorical_crossentropy"),
     "transformer": Workload(
         8, build_transformer, sample_tokens, "sparse_categorical_crossentropy"
+    ),
+    # The loss counts the tokens under a mask that travels through the model.
+    "masked": Workload(
+        8,
+        functools.partial(build_transformer, mask_zero=True),
+        functools.partial(sample_tokens, longest_padding=48),
+        "sparse_categorical_crossentropy",
     ),
 }
 
