@@ -8,8 +8,9 @@ processes on this machine that talk through 127.0.0.1:
 On machines of your own, run it on each with that variable set (`index` differs):
 
     TF_CONFIG='{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]},
-                "task": {"type": "worker", "index": 0}}' \\
-        python examples/train_multi_worker.py --backup-dir /shared/backup
+                "task": {"type": "worker", "index": 0}}'
+    export TF_CONFIG
+    python examples/train_multi_worker.py --backup-dir /shared/backup
 
 Worker 0, the chief, prints and saves. When a worker dies, TensorFlow ends the others
 with an error. The same command then resumes from the last epoch in `--backup-dir`:
