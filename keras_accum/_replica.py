@@ -76,8 +76,8 @@ def concatenate(tensor: tf.Tensor) -> tf.Tensor:
     """The rows of `tensor` on all replicas, of which each may have another number."""
     if count() == 1:
         return tensor
-    # Collective operations know no booleans.
-    sent = tf.cast(tensor, "int32") if tensor.dtype.is_bool else tensor
+    # Collective operations know no booleans, and need a device, as above.
+    sent = tf.cast(tensor, "int32") if tensor.dtype.is_bool else tf.identity(tensor)
     gathered = tf.distribute.get_replica_context().all_gather(sent, axis=0)
     return tf.cast(gathered, tensor.dtype)
 
