@@ -2,8 +2,9 @@
 
 For each model, in a graph and under XLA:
 
-- every divisor of the batch from a 32nd on is measured and timed, without recomputation
-  and, with `--joint`, with it: the exhaustive search that `plan` is there to save;
+- every divisor of the batch from a 32nd on is measured, without recomputation and, with
+  `--joint`, with it; those that fit are timed in turns, by CPU time. That is the
+  exhaustive search that `plan` is there to save;
 - `plan` is given what a quarter of the batch needs, plus 2 %, and what it chooses is
   compared with the fastest of all divisors that fit;
 - the plan is applied in a fresh process, where the training step of Keras runs. Under XLA
@@ -41,6 +42,7 @@ from common import (
     format_table,
     in_own_process,
     make_model,
+    measure,
     write_json,
 )
 from keras import layers
@@ -48,11 +50,14 @@ from keras import layers
 import keras_accum
 from keras_accum._measure import Meter
 from keras_accum._planner import _batch, _switch_on
-from keras_accum._search import Trial, candidates
+from keras_accum._search import candidates
 from keras_accum._transaction import untouched
 
 MIB = 2**20
 STEPS = 5
+
+# A micro-batch size, and what is recomputed.
+Kind = tuple[int, Any]
 
 
 def build_mlp() -> keras.Model:
@@ -213,18 +218,29 @@ def prepare(case: Case) -> tuple[keras.Model, Any]:
     return model, case.workload.sample(rows, np.random.default_rng(0))
 
 
-def exhaustive(case: Case, options: Sequence[Any]) -> list[Trial]:
-    """Every divisor, measured and timed."""
+def peaks_of_all(case: Case, options: Sequence[Any]) -> dict[Kind, int]:
+    """The peak of every divisor."""
     model, samples = prepare(case)
     batch, rows = _batch(samples, None, 1)
     with untouched(model):
         meter = Meter(model, batch, _switch_on)
-        return [
-            meter.measure(size, option, timed=True)
-            for option in options
-            for size in candidates(rows)
-            if 32 * size >= rows
-        ]
+        kinds = [(size, option) for option in options for size in candidates(rows)]
+        kinds = [(size, option) for size, option in kinds if 32 * size >= rows]
+        return {kind: meter.measure(*kind, timed=False).peak_bytes for kind in kinds}
+
+
+def seconds_of(case: Case, kinds: Sequence[Kind]) -> dict[Kind, float]:
+    """The CPU seconds of a step of each kind, which take turns."""
+    model, samples = prepare(case)
+    batch, _ = _batch(samples, None, 1)
+    meter = Meter(model, batch, _switch_on)
+    steps = {kind: meter._step(*kind, batch) for kind in kinds}
+    methods = {
+        str(kind): lambda step=step: np.asarray(step(batch)["loss"])
+        for kind, step in steps.items()
+    }
+    timings = measure(methods, rounds=3, turn_seconds=0.1)
+    return {kind: timings[str(kind)].median for kind in kinds}
 
 
 def measure_plan(case: Case, budget: int, recompute: Any) -> dict[str, Any]:
@@ -295,33 +311,28 @@ def counted(case: Case, plan: dict[str, Any], library: Path) -> tuple[int, int]:
         os.environ.pop("LD_PRELOAD", None)
 
 
-def fastest(trials: Sequence[Trial], budget: int) -> Trial:
-    """The fastest of those that fit."""
-    return min((t for t in trials if t.fits(budget)), key=lambda t: t.seconds)
-
-
 def run_case(case: Case, library: Path) -> dict[str, Any]:
     """Everything about one case."""
     os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if case.xla else "1"
     options = [False, "segments=sqrt"] if case.joint else [False]
-    trials = in_own_process(exhaustive, case, options)
-    plain = [trial for trial in trials if not trial.recompute]
-    sizes = sorted({trial.micro_batch_size for trial in trials})
+    peaks = in_own_process(peaks_of_all, case, options)
+    plain = [kind for kind in peaks if not kind[1]]
+    sizes = [size for size, _ in plain]
     if case.joint:
-        budget = fastest(plain, 2**50).peak_bytes // 2
+        plain_seconds = in_own_process(seconds_of, case, plain)
+        best_plain = min(plain_seconds, key=plain_seconds.__getitem__)
+        budget = peaks[best_plain] // 2
     else:
-        quarter = [t for t in plain if t.micro_batch_size == sizes[-1] // 4]
-        budget = int(quarter[0].peak_bytes * 1.02)
+        best_plain = None
+        budget = int(peaks[sizes[-1] // 4, False] * 1.02)
     plan = in_own_process(measure_plan, case, budget, "auto" if case.joint else False)
+    chosen = (plan["micro_batch_size"], plan["recompute"])
+    fitting = [kind for kind, peak in peaks.items() if peak <= budget]
+    timed = {*fitting, chosen, *([best_plain] if best_plain else [])}
+    seconds = in_own_process(seconds_of, case, sorted(timed, key=str))
+    best = min(fitting, key=seconds.__getitem__)
     needed, highest = counted(case, plan, library)
-    best = fastest(trials, budget)
     held = sum(plan["held"].values())
-    chosen = [
-        t
-        for t in trials
-        if (t.micro_batch_size, t.recompute)
-        == (plan["micro_batch_size"], plan["recompute"])
-    ]
     return {
         "case": str(case),
         "joint": case.joint,
@@ -329,39 +340,38 @@ def run_case(case: Case, library: Path) -> dict[str, Any]:
         "plan": plan,
         "counted": needed + held,
         "counted_highest": highest + held,
-        "best_size": best.micro_batch_size,
-        "best_recompute": best.recompute,
-        "apart": abs(
-            sizes.index(best.micro_batch_size) - sizes.index(plan["micro_batch_size"])
-        ),
-        "slower": chosen[0].seconds / best.seconds,
-        "versus_plain": chosen[0].seconds / fastest(plain, 2**50).seconds,
-        "trials": [dataclasses.asdict(trial) for trial in trials],
+        "best": best,
+        "apart": abs(sizes.index(best[0]) - sizes.index(chosen[0])),
+        "slower": seconds[chosen] / seconds[best],
+        "versus_plain": seconds[chosen] / seconds[best_plain] if best_plain else None,
+        "best_plain": best_plain,
+        "peaks": {str(kind): peak for kind, peak in peaks.items()},
+        "cpu_seconds": {str(kind): value for kind, value in seconds.items()},
     }
 
 
 def row(found: dict[str, Any]) -> list[str]:
     """One line of the table."""
     plan, counted_bytes = found["plan"], found["counted"]
-    predicted = plan["predicted_bytes"] or plan["peak_bytes"]
 
-    def off(size: int) -> str:
-        return f"{100 * (size / counted_bytes - 1):+.1f} %"
+    def off(size: int | None) -> str:
+        return "-" if size is None else f"{100 * (size / counted_bytes - 1):+.1f} %"
 
-    allowed = max(30, 20 * plan["seconds"])
-    what = " recomputed" if plan["recompute"] else ""
-    best = " recomputed" if found["best_recompute"] else ""
+    def kind(size: int, recompute: Any) -> str:
+        return f"{size}, recomputed" if recompute else str(size)
+
+    versus = found["versus_plain"]
     return [
         found["case"],
         f"{found['budget'] / MIB:.1f}",
-        f"{plan['micro_batch_size']}{what}",
-        f"{found['best_size']}{best}",
+        kind(plan["micro_batch_size"], plan["recompute"]),
+        kind(*found["best"]),
         f"{found['slower']:.2f}",
         f"{counted_bytes / MIB:.1f}",
         off(plan["peak_bytes"]),
-        off(predicted) if plan["predicted_bytes"] else "-",
-        f"{plan['planning_seconds']:.1f} of {allowed:.0f}",
-        f"{found['versus_plain']:.2f}",
+        off(plan["predicted_bytes"]),
+        f"{plan['planning_seconds']:.0f} of {max(30, 20 * plan['seconds']):.0f}",
+        "-" if versus is None else f"{versus:.2f}",
     ]
 
 
@@ -371,11 +381,11 @@ HEADER = [
     "planned",
     "fastest of all",
     "time ratio",
-    "counted, MiB",
-    "measured off by",
-    "predicted off by",
+    "needed, MiB",
+    "measured",
+    "predicted",
     "planning, s",
-    "time / unlimited plain",
+    "time / best plain",
 ]
 
 

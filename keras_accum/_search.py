@@ -89,6 +89,7 @@ class Search:
         recompute: what the step recomputes.
         patience: for how long to look for a size that is faster.
         sums: bytes that the sums of gradients take, which the last size may not need.
+        start: the size to measure first; by default a 16th of the last.
     """
 
     def __init__(
@@ -99,8 +100,10 @@ class Search:
         recompute: Any,
         patience: Patience,
         sums: int = 0,
+        start: int | None = None,
     ) -> None:
         self._sums = sums
+        self._start = start
         self._measure = measure
         self._sizes = list(sizes)
         self._budget = budget
@@ -110,10 +113,12 @@ class Search:
 
     def best(self) -> Trial | None:
         """The fastest size that fits, by descent from the largest that does."""
-        index = self._largest_run()
-        if index < 0:
-            return None
-        best = self.trials[index]
+        largest = self.run_largest()
+        return None if largest is None else self.descend(largest)
+
+    def descend(self, best: Trial) -> Trial:
+        """From a size that fits, on to smaller ones as long as they are faster."""
+        index = self._sizes.index(best.micro_batch_size)
         while index > 0 and self._patience.lasts(best):
             index -= 1
             smaller = self._try(index, timed=True)
@@ -124,12 +129,12 @@ class Search:
             best = smaller
         return best
 
-    def _largest_run(self) -> int:
-        """`largest`, once its step has run on the whole batch, and fitted then too."""
-        index = self.largest()
-        while index >= 0 and not self._try(index, timed=True).fits(self._budget):
-            index -= 1
-        return index
+    def run_largest(self) -> Trial | None:
+        """The largest size that fits, and did so when its step ran on the whole batch."""
+        for index in range(self.largest(), -1, -1):
+            if (trial := self._try(index, timed=True)).fits(self._budget):
+                return trial
+        return None
 
     def largest(self) -> int:
         """The index of the largest size that fits; -1 if none does."""
@@ -182,7 +187,7 @@ class Search:
 
     def _first_guess(self) -> int:
         """A size that is small, for it may not fit, but not so small as to be slow."""
-        aim = self._sizes[-1] / 16
+        aim = self._start or self._sizes[-1] / 16
         return min(range(len(self._sizes)), key=lambda i: abs(self._sizes[i] - aim))
 
     def _guess(self, low: int, high: int) -> int:
@@ -228,22 +233,26 @@ def choose(
         patience: for how long to look for something faster.
         sums: bytes of the sums of gradients, which a single micro-batch may not need.
     """
-    best: Trial | None = None
-    trials: list[Trial] = []
+    best: tuple[Search, Trial] | None = None
+    searches: list[Search] = []
+    start = None
     for option in options:
-        if best is not None and not patience.lasts(best):
-            break
-        search = Search(measure, sizes, budget, option, patience, sums)
+        search = Search(measure, sizes, budget, option, patience, sums, start)
         try:
-            found = search.best()
+            found = search.run_largest()
         except ValueError as error:
             if option is options[0]:
                 raise
             warnings.warn(f"Recomputation is left out: {error}", stacklevel=3)
             continue
-        trials += search.trials.values()
-        if found is not None and (best is None or faster(found, best)):
-            best = found
-        if any(t.micro_batch_size == sizes[-1] and t.fits(budget) for t in trials):
+        searches.append(search)
+        if found is None:
+            continue
+        if best is None or faster(found, best[1]):
+            best = search, found
+        if found.micro_batch_size == sizes[-1]:
             break
-    return best, trials
+        # With recomputation, a step needs less.
+        start = found.micro_batch_size
+    chosen = None if best is None else best[0].descend(best[1])
+    return chosen, [trial for search in searches for trial in search.trials.values()]

@@ -240,6 +240,17 @@ def test_recomputation_is_chosen_where_it_pays():
     assert (best.micro_batch_size, best.recompute) == (2, "segments")
 
 
+def test_recomputation_is_weighed_also_when_planning_has_taken_its_time():
+    times = itertools.count(0, 1000.0)
+    machine = Machine(memory, lambda size, recompute: 10 / size)
+    patience = Patience(clock=lambda: next(times))
+    best, _ = choose(machine.measure, candidates(64), 1300, [False, "s"], patience)
+    assert (best.micro_batch_size, best.recompute) == (8, "s")
+    # The search with recomputation begins where the one without has ended.
+    first = next(size for size, recompute, _ in machine.runs if recompute)
+    assert first == 2
+
+
 def test_where_nothing_fits_all_that_was_tried_is_there():
     machine = Machine(memory)
     best, trials = choose(
