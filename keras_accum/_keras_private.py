@@ -90,21 +90,19 @@ _left: weakref.WeakKeyDictionary[Any, tuple[int, Any]] = weakref.WeakKeyDictiona
 
 def overwriting_by_averages(
     optimizer: keras.optimizers.Optimizer,
-) -> list[tuple[tf.Tensor, Callable[[], None]]]:
-    """For each part of `optimizer` that does it: whether it is due, and how to do it.
+) -> list[tuple[tf.Tensor, Callable[[], None], list[keras.Variable]]]:
+    """For each part of `optimizer` that does it: if it is due, how, and to what.
 
     To be called for all replicas together, after an update.
     """
     parts = [p for p in _parts(optimizer) if p.use_ema and p.ema_overwrite_frequency]
-    return [
-        (
-            tf.equal(p.iterations.value % p.ema_overwrite_frequency, 0),
-            functools.partial(
-                p._overwrite_model_variables_with_average_value, p._trainable_variables
-            ),
-        )
-        for p in parts
-    ]
+    found: list[tuple[tf.Tensor, Callable[[], None], list[keras.Variable]]] = []
+    for part in parts:
+        due = tf.equal(part.iterations.value % part.ema_overwrite_frequency, 0)
+        variables = list(part._trainable_variables)
+        overwrite = part._overwrite_model_variables_with_average_value
+        found.append((due, functools.partial(overwrite, variables), variables))
+    return found
 
 
 def _parts(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:

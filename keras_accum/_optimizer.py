@@ -743,8 +743,21 @@ def overwrite_by_averages(optimizer: keras.optimizers.Optimizer) -> None:
     """What `ema_overwrite_frequency` asks for, where Keras cannot do it by itself."""
     if _replica.count() == 1:
         return
-    for due, overwrite in overwriting_by_averages(optimizer):
-        run_if(due, overwrite)
+    for due, overwrite, variables in overwriting_by_averages(optimizer):
+
+        def overwrite_and_constrain(
+            overwrite: Any = overwrite, variables: Any = variables
+        ) -> None:
+            overwrite()
+            _replica.on_each(_constrain, variables)
+
+        run_if(due, overwrite_and_constrain)
+
+
+def _constrain(variables: Sequence[keras.Variable]) -> None:
+    for variable in variables:
+        if variable.constraint is not None:
+            variable.assign(variable.constraint(variable))
 
 
 def _assert_finite(finite: tf.Tensor) -> tf.Operation:

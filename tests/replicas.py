@@ -195,7 +195,8 @@ def constrained():
 @scenario
 def every_setting_of_an_optimizer_acts_on_the_reduced_gradient(strategy, mode):
     """keras#19891, TensorFlow#33929, keras#20582: invariant, clipped once, no crash."""
-    arrays, how = data(SAMPLES), {"loss": "mse", "mode": mode}
+    # Three updates: what is overwritten by averages after the second shows in the third.
+    arrays, how = data(SAMPLES), {"loss": "mse", "mode": mode, "epochs": 3}
     for name, inner in optimizers().items():
         print(name)
         if mode == "eager" and name not in ("global_clipnorm", "ema overwrite"):
@@ -751,8 +752,9 @@ def a_coupled_loss_sees_the_samples_of_all_replicas(strategy, mode):
     def make():
         keras.utils.set_random_seed(1)
         inputs = keras.Input((2, 5))
-        layers = [keras.layers.Dense(8, "tanh"), Penalty(), keras.layers.Dense(4)]
-        return keras.Sequential([inputs, *layers])
+        decay = keras.regularizers.L2(0.1)
+        first = keras.layers.Dense(8, "tanh", kernel_regularizer=decay)
+        return keras.Sequential([inputs, first, Penalty(), keras.layers.Dense(4)])
 
     x = np.random.default_rng(3).normal(size=(SAMPLES, 2, 5)).astype("float32")
     arrays = (x, np.zeros((SAMPLES, 1), "float32"))

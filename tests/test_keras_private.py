@@ -112,8 +112,9 @@ def test_averages_overwrite_weights_in_a_method_of_the_optimizer():
     for due in (False, True):
         with private.replicas_left_to_caller(optimizer):
             optimizer.apply([tf.constant([1.0, 1.0])], [weights])
-        ((is_due, overwrite),) = private.overwriting_by_averages(optimizer)
+        ((is_due, overwrite, variables),) = private.overwriting_by_averages(optimizer)
         assert bool(is_due) is due
+    assert variables == [weights]
     (average,) = optimizer._model_variables_moving_average
     before = weights.numpy()
     overwrite()
