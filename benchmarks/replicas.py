@@ -183,7 +183,8 @@ class Bench:
                 held.assign_add(g / REPLICAS)
 
         def update(grads: list[tf.Tensor]) -> None:
-            # Keras reduces them: the k-th reduction.
+            # Keras reduces them: the k-th reduction. An argument has no device for it.
+            grads = [tf.identity(g) for g in grads]
             model.optimizer.apply(grads, model.trainable_variables)
 
         def update_with_sums(x: tf.Tensor, y: tf.Tensor) -> None:
