@@ -195,6 +195,7 @@ def measure(
     *,
     rounds: int,
     turn_seconds: float,
+    windows: int | None = None,
 ) -> dict[str, Timing]:
     """Times methods in alternation.
 
@@ -203,6 +204,7 @@ def measure(
         rounds: how often each method has its turn.
         turn_seconds: the least CPU time of the cheapest method's turn; it sets the
             number of windows in a turn, which is the same for all methods.
+        windows: that number, where processes that wait for each other must agree on it.
 
     Returns:
         name -> its times. Two windows of each method run before, unmeasured: they
@@ -212,7 +214,7 @@ def measure(
     for run_window in methods.values():
         time_windows(run_window, 2)
         cheapest = min(cheapest, time_windows(run_window, 2)[0])
-    windows = max(1, round(turn_seconds / cheapest))
+    windows = windows or max(1, round(turn_seconds / cheapest))
     timings = {name: Timing([], []) for name in methods}
     names = list(methods)
     for turn in range(rounds):

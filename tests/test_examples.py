@@ -71,4 +71,5 @@ def test_train_multi_worker_resumes_after_a_worker_was_lost(tmp_path):
     printed = run("train_multi_worker.py", *options)
     assert "16 samples x 4 accum_steps x 2 replicas = effective batch 128" in printed
     assert_compared(printed, first=2)
-    assert "Epoch 1/3" not in printed and not backup.exists()
+    # Epoch 1 of the run on one device alone.
+    assert printed.count("Epoch 1/3") == 1 and not backup.exists()
