@@ -259,6 +259,17 @@ def test_transformers_21381_frozen_first_layers_leave_the_others_their_gradients
     assert_close(found[1], expected[1], RTOL[mode])
 
 
+def test_frozen_weights_have_a_gradient_for_who_asks():
+    def gradient(model):
+        kernel = model.get_layer("block_0").first.kernel
+        model.get_layer("block_0").first.trainable = False
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(X, training=True) ** 2)
+        return tape.gradient(loss, kernel.value)
+
+    assert_close(gradient(switched("block_*")()), gradient(model_of()))
+
+
 def test_arguments_of_every_kind(mode):
     class Kinds(layers.Layer):
         def __init__(self, **kwargs):
