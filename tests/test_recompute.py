@@ -375,23 +375,33 @@ def test_a_part_that_the_loss_does_not_reach_has_no_gradient():
     assert tape.gradient(loss, value) is None
 
 
+class Attends(layers.Layer):
+    """Takes no mask: the layers inside find it on what they are called with."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+        self.norm, self.add = layers.LayerNormalization(), layers.Add()
+        # No bias: the gradient of a key's is rounding.
+        self.attention = layers.MultiHeadAttention(2, 4, dropout=0.2, use_bias=False)
+
+    def build(self, input_shape):
+        self.norm.build(input_shape)
+        self.attention.build(input_shape, input_shape)
+
+    def call(self, inputs):
+        normed = self.norm(inputs)
+        return self.add([inputs, self.attention(normed, normed)])
+
+
 def masked_model():
     keras.utils.set_random_seed(5)
     tokens = keras.Input((6,), dtype="int32")
-    hidden = layers.Embedding(9, 8, mask_zero=True)(tokens)
-    for i in range(2):
-        block_in = keras.Input((6, 8))
-        normed = layers.LayerNormalization()(block_in)
-        attended = layers.MultiHeadAttention(
-            2,
-            4,
-            dropout=0.2,
-            use_bias=False,  # The gradient of a key's is rounding.
-        )(normed, normed)
-        out = layers.Add()([block_in, attended])
-        block = keras.Model(block_in, out, name=f"block_{i}")
-        block.supports_masking = True
-        hidden = block(hidden)
+    # The mask comes out of the first block.
+    embedding = layers.Embedding(9, 8, mask_zero=True)
+    hidden = keras.Sequential([embedding], name="block_0")(tokens)
+    for i in (1, 2):
+        hidden = Attends(name=f"block_{i}")(hidden)
     hidden = layers.GRU(5)(hidden)
     return keras.Model(tokens, layers.Dense(3)(hidden))
 
