@@ -394,14 +394,14 @@ class Attends(layers.Layer):
         return self.add([inputs, self.attention(normed, normed)])
 
 
-def masked_model():
+def masked_model(wrap=lambda layer: layer):
     keras.utils.set_random_seed(5)
     tokens = keras.Input((6,), dtype="int32")
     # The mask comes out of the first block.
     embedding = layers.Embedding(9, 8, mask_zero=True)
     hidden = keras.Sequential([embedding], name="block_0")(tokens)
     for i in (1, 2):
-        hidden = Attends(name=f"block_{i}")(hidden)
+        hidden = wrap(Attends(name=f"block_{i}"))(hidden)
     hidden = layers.GRU(5)(hidden)
     return keras.Model(tokens, layers.Dense(3)(hidden))
 
@@ -411,11 +411,21 @@ TOKENS = np.random.default_rng(3).integers(0, 3, (10, 6)).astype("int32")
 
 # Not under XLA, where Keras's GRU does not take a mask.
 @pytest.mark.parametrize(
-    "way, mode", [("block_*", "eager"), (None, "eager"), (None, "graph")]
+    "way, mode",
+    [
+        ("blocks", "eager"),
+        ("segments", "eager"),
+        ("segments", "graph"),
+        ("wrapper", "eager"),
+    ],
 )
 def test_masks_travel_through(way, mode):
-    how = {"select": way} if way else {"segments": 3}
-    make, arrays = switched(make=masked_model, **how), (TOKENS, Y[:10])
+    make = {
+        "blocks": switched("block_*", make=masked_model),
+        "segments": switched(segments=3, make=masked_model),
+        "wrapper": lambda: masked_model(ka.Recompute),
+    }[way]
+    arrays = (TOKENS, Y[:10])
     assert_trains_alike(make, masked_model, arrays, mode, rtol=2e-6)
     # The control: the mask changes what the model computes.
     visible = np.where(TOKENS == 0, 3, TOKENS)
