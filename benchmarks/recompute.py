@@ -213,6 +213,15 @@ def exponent(cases: Sequence[dict[str, object]]) -> float:
     return float(np.polyfit(depths, np.log([case["mib"] for case in cases]), 1)[0])
 
 
+def root_fit(cases: Sequence[dict[str, object]]) -> str:
+    """The least-squares fit of a + b √depth, with its largest relative deviation."""
+    roots = np.sqrt([case["depth"] for case in cases])
+    mib = np.array([case["mib"] for case in cases])
+    slope, start = np.polyfit(roots, mib, 1)
+    off = np.abs(start + slope * roots - mib) / mib
+    return f"{start:.0f} + {slope:.1f} √d (±{off.max():.0%})"
+
+
 def report(cases: list[dict[str, object]], depths: Sequence[int]) -> str:
     """The tables, as Markdown."""
     rows = []
@@ -223,7 +232,7 @@ def report(cases: list[dict[str, object]], depths: Sequence[int]) -> str:
                 continue
             if any("error" in c for c in own):
                 error = next(c["error"] for c in own if "error" in c)
-                rows.append([mode, method, *[f"{error}"] * (len(depths) + 5)])
+                rows.append([mode, method, *[f"{error}"] * (len(depths) + 6)])
                 continue
             right = own[0].get("correctness", {})
             rows.append(
@@ -232,13 +241,14 @@ def report(cases: list[dict[str, object]], depths: Sequence[int]) -> str:
                     method,
                     *[f"{c['mib']:.0f}" for c in own],
                     f"{exponent(own):.2f}" if len(own) > 1 else "",
+                    root_fit(own) if len(own) > 1 else "",
                     " ".join(f"{c['time']:.2f}" for c in own),
                     f"{right.get('gradient_error', float('nan')):.0e}",
                     f"{right.get('seeds', float('nan')):.0f}",
                     right.get("statistics", ""),
                 ]
             )
-    header = ["mode", "method", *[f"MiB, {d}" for d in depths], "exponent"]
+    header = ["mode", "method", *[f"MiB, {d}" for d in depths], "exponent", "fit"]
     header += ["time / plain", "gradient error", "seeds", "statistics"]
     return format_table(header, rows)
 

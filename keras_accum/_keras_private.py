@@ -551,7 +551,8 @@ def take_loss(layers: Sequence[keras.layers.Layer], loss: Any) -> keras.layers.L
 
     Keras remembers losses of a scope by their `id`, which another tensor may get.
     """
-    owner = next(layer for layer in layers if id(loss) in layer._loss_ids)
+    owners = (layer for layer in layers if id(loss) in layer._loss_ids)
+    owner = next(owners, layers[0])  # One from elsewhere in the model is in none.
     owner._loss_ids.discard(id(loss))
     return owner
 

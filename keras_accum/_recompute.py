@@ -150,9 +150,8 @@ def _recompute_layers(
     model: Layer, layers: Sequence[Layer], keep: str | Sequence[str], verify: bool
 ) -> Recomputation:
     kept = layers_inside(layers, keep)
-    for layer in layers:
-        _check_free(layer)
     for layer in [*layers, *kept]:
+        _check_free(layer)
         _check_cell(model, layer)
     shadows = _keep(kept)
     for layer in layers:
@@ -177,6 +176,9 @@ def _recompute_segments(
         raise ValueError(_TWICE.format(name=model.name))
     count = _count(segments, len(nodes_of(graph)))
     kept = layers_inside([graph], keep)
+    for layer in kept:
+        _check_free(layer)
+        _check_cell(model, layer)
     run = GraphInSegments(graph, count, verify)
     shadows = [*_keep(kept), Shadow(graph, "_run_through_graph", run)]
     _trace_anew(model)
@@ -200,7 +202,7 @@ def _count(segments: str | int, steps: int) -> int:
 
 
 def _check_free(layer: Layer) -> None:
-    if isinstance(vars(layer).get(call_method(layer)), Block):
+    if isinstance(vars(layer).get(call_method(layer)), (Block, Keep)):
         raise ValueError(_TWICE.format(name=layer.name))
     if is_in_remat_scope(layer):
         raise ValueError(
@@ -221,8 +223,8 @@ def _check_cell(model: Layer, layer: Layer) -> None:
 
 
 _TWICE = (
-    "'{name}' is recomputed already. Call `undo()` of the handle that `recompute` gave "
-    "before, or leave it out."
+    "'{name}' is recomputed or kept already. Call `undo()` of the handle that "
+    "`recompute` gave before, or leave it out."
 )
 
 

@@ -74,12 +74,13 @@ class CacheCheck:
 
     def __init__(self, block: Any) -> None:
         self._block = block
-        self._before = {key: id(value) for key, value in self._tensors()}
+        self._before = list(self._tensors())  # Holds them, so that ids stay theirs.
 
     def check(self) -> None:
         """To be called after the call."""
-        for (layer, name), value in self._tensors():
-            if self._before.get((layer, name)) != id(value):
+        known = {id(tensor) for _, _, tensor in self._before}
+        for layer, name, tensor in self._tensors():
+            if id(tensor) not in known:
                 raise ValueError(
                     f"'{self._block.name}' keeps a tensor of its call in "
                     f"`{layer.name}.{name}`, where the second pass would put another "
@@ -87,7 +88,7 @@ class CacheCheck:
                     "a non-trainable weight."
                 )
 
-    def _tensors(self) -> Iterator[tuple[tuple[keras.layers.Layer, str], tf.Tensor]]:
+    def _tensors(self) -> Iterator[tuple[keras.layers.Layer, str, tf.Tensor]]:
         for layer in self._block.layers:
             for name, value in vars(layer).items():
                 if name == "_losses":
@@ -96,7 +97,7 @@ class CacheCheck:
                 several = isinstance(value, (dict, list, tuple))
                 for item in values if several else [value]:
                     if isinstance(item, tf.Tensor):
-                        yield (layer, name), item
+                        yield layer, name, item
 
 
 class RandomCheck:

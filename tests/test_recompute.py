@@ -259,6 +259,17 @@ def test_transformers_21381_frozen_first_layers_leave_the_others_their_gradients
     assert_close(found[1], expected[1], RTOL[mode])
 
 
+def test_frozen_weights_have_a_gradient_for_who_asks():
+    def gradient(model):
+        kernel = model.get_layer("block_0").first.kernel
+        model.get_layer("block_0").first.trainable = False
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(X, training=True) ** 2)
+        return tape.gradient(loss, kernel.value)
+
+    assert_close(gradient(switched("block_*")()), gradient(model_of()))
+
+
 def test_arguments_of_every_kind(mode):
     class Kinds(layers.Layer):
         def __init__(self, **kwargs):
@@ -364,23 +375,33 @@ def test_a_part_that_the_loss_does_not_reach_has_no_gradient():
     assert tape.gradient(loss, value) is None
 
 
-def masked_model():
+class Attends(layers.Layer):
+    """Takes no mask: the layers inside find it on what they are called with."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+        self.norm, self.add = layers.LayerNormalization(), layers.Add()
+        # No bias: the gradient of a key's is rounding.
+        self.attention = layers.MultiHeadAttention(2, 4, dropout=0.2, use_bias=False)
+
+    def build(self, input_shape):
+        self.norm.build(input_shape)
+        self.attention.build(input_shape, input_shape)
+
+    def call(self, inputs):
+        normed = self.norm(inputs)
+        return self.add([inputs, self.attention(normed, normed)])
+
+
+def masked_model(wrap=lambda layer: layer):
     keras.utils.set_random_seed(5)
     tokens = keras.Input((6,), dtype="int32")
-    hidden = layers.Embedding(9, 8, mask_zero=True)(tokens)
-    for i in range(2):
-        block_in = keras.Input((6, 8))
-        normed = layers.LayerNormalization()(block_in)
-        attended = layers.MultiHeadAttention(
-            2,
-            4,
-            dropout=0.2,
-            use_bias=False,  # The gradient of a key's is rounding.
-        )(normed, normed)
-        out = layers.Add()([block_in, attended])
-        block = keras.Model(block_in, out, name=f"block_{i}")
-        block.supports_masking = True
-        hidden = block(hidden)
+    # The mask comes out of the first block.
+    embedding = layers.Embedding(9, 8, mask_zero=True)
+    hidden = keras.Sequential([embedding], name="block_0")(tokens)
+    for i in (1, 2):
+        hidden = wrap(Attends(name=f"block_{i}"))(hidden)
     hidden = layers.GRU(5)(hidden)
     return keras.Model(tokens, layers.Dense(3)(hidden))
 
@@ -390,11 +411,21 @@ TOKENS = np.random.default_rng(3).integers(0, 3, (10, 6)).astype("int32")
 
 # Not under XLA, where Keras's GRU does not take a mask.
 @pytest.mark.parametrize(
-    "way, mode", [("block_*", "eager"), (None, "eager"), (None, "graph")]
+    "way, mode",
+    [
+        ("blocks", "eager"),
+        ("segments", "eager"),
+        ("segments", "graph"),
+        ("wrapper", "eager"),
+    ],
 )
 def test_masks_travel_through(way, mode):
-    how = {"select": way} if way else {"segments": 3}
-    make, arrays = switched(make=masked_model, **how), (TOKENS, Y[:10])
+    make = {
+        "blocks": switched("block_*", make=masked_model),
+        "segments": switched(segments=3, make=masked_model),
+        "wrapper": lambda: masked_model(ka.Recompute),
+    }[way]
+    arrays = (TOKENS, Y[:10])
     assert_trains_alike(make, masked_model, arrays, mode, rtol=2e-6)
     # The control: the mask changes what the model computes.
     visible = np.where(TOKENS == 0, 3, TOKENS)

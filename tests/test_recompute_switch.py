@@ -222,8 +222,8 @@ def test_a_layer_that_is_recomputed_already():
     model = model_of()
     handle = ka.recompute(model, "block_1")
     message = (
-        "'block_1' is recomputed already. Call `undo()` of the handle that `recompute` "
-        "gave before, or leave it out."
+        "'block_1' is recomputed or kept already. Call `undo()` of the handle that "
+        "`recompute` gave before, or leave it out."
     )
     refused(lambda: ka.recompute(model, "block_*"), message)
     # Nothing was changed on the way there.
@@ -345,6 +345,22 @@ def test_a_cache_on_a_layer(shape, mode):
         "put another one. Return it from the call and pass it in again, or keep it in a "
         "non-trainable weight.",
     )
+
+
+def test_constants_on_a_layer_are_no_cache():
+    class Constants(layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.constants = [tf.constant(2.0), tf.constant(3.0)]
+
+        def call(self, inputs):
+            return inputs * self.constants[0] + self.constants[1]
+
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(8), Constants(name="held")])
+    model.add(layers.Dense(3))
+    expected = gradients(model)[1]
+    ka.recompute(model, "held")
+    assert_equal(gradients(model)[1], expected)
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
