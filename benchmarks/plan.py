@@ -39,6 +39,7 @@ import tensorflow as tf
 from common import (
     Arrays,
     Workload,
+    cpu_seconds,
     format_table,
     in_own_process,
     make_model,
@@ -244,11 +245,15 @@ def seconds_of(case: Case, kinds: Sequence[Kind]) -> dict[Kind, float]:
 def measure_plan(case: Case, budget: int, recompute: Any) -> dict[str, Any]:
     """A plan, and how long it took to make it."""
     model, samples = prepare(case)
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), cpu_seconds()
     plan = keras_accum.plan(
         model, samples, memory_budget=budget, recompute=recompute, verbose=0
     )
-    return {**plan.to_dict(), "planning_seconds": time.perf_counter() - start}
+    return {
+        **plan.to_dict(),
+        "planning_seconds": time.perf_counter() - start,
+        "planning_cpu_seconds": cpu_seconds() - cpu,
+    }
 
 
 def count_memory(case: Case, size: int, recompute: Any) -> tuple[int, int]:
@@ -388,7 +393,8 @@ def row(found: dict[str, Any]) -> list[str]:
         f"{counted_bytes / MIB:.1f}",
         off(plan["peak_bytes"]),
         off(plan["predicted_bytes"]),
-        f"{plan['planning_seconds']:.0f} of {max(30, 20 * plan['seconds']):.0f}",
+        f"{plan['planning_seconds']:.0f} ({plan['planning_cpu_seconds']:.0f} CPU) of "
+        f"{max(30, 20 * plan['seconds']):.0f}",
         "-" if versus is None else f"{versus:.2f}",
     ]
 
