@@ -8,6 +8,7 @@ rounds, comparisons are ratios of medians.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -47,10 +48,10 @@ class Workload:
     loss: str
 
 
-def build_mlp() -> keras.Model:
-    """Six dense layers of 1,024 units: 6.3 million weights, little arithmetic."""
-    layers = [keras.layers.Dense(1024, activation="relu") for _ in range(6)]
-    return keras.Sequential([keras.Input((1024,)), *layers])
+def build_mlp(width: int = 1024) -> keras.Model:
+    """Six dense layers; of 1,024 units, 6.3 million weights and little arithmetic."""
+    layers = [keras.layers.Dense(width, activation="relu") for _ in range(6)]
+    return keras.Sequential([keras.Input((width,)), *layers])
 
 
 def build_cnn() -> keras.Model:
@@ -74,10 +75,10 @@ def build_cnn() -> keras.Model:
     )
 
 
-def build_transformer() -> keras.Model:
+def build_transformer(mask_zero: bool = False) -> keras.Model:
     """Two pre-norm blocks of width 128 on 64 tokens, with a sparse embedding."""
     tokens = keras.Input((64,), dtype="int32")
-    x = keras.layers.Embedding(1000, 128)(tokens)
+    x = keras.layers.Embedding(1000, 128, mask_zero=mask_zero)(tokens)
     for _ in range(2):
         h = keras.layers.LayerNormalization()(x)
         x = x + keras.layers.MultiHeadAttention(4, 32)(h, h)
@@ -87,9 +88,9 @@ def build_transformer() -> keras.Model:
     return keras.Model(tokens, keras.layers.Dense(1000, activation="softmax")(x))
 
 
-def sample_vectors(rows: int, rng: np.random.Generator) -> Arrays:
-    """Draws input and target vectors of 1,024 standard normal values."""
-    x, y = rng.standard_normal((2, rows, 1024), dtype=np.float32)
+def sample_vectors(rows: int, rng: np.random.Generator, width: int = 1024) -> Arrays:
+    """Draws input and target vectors of `width` standard normal values."""
+    x, y = rng.standard_normal((2, rows, width), dtype=np.float32)
     return x, y
 
 
@@ -99,17 +100,37 @@ def sample_images(rows: int, rng: np.random.Generator) -> Arrays:
     return x, rng.integers(0, 10, rows)
 
 
-def sample_tokens(rows: int, rng: np.random.Generator) -> Arrays:
-    """Draws 64 tokens of 1,000 a row; the target is the token that follows."""
-    x = rng.integers(0, 1000, (rows, 65), dtype=np.int32)
+def sample_tokens(
+    rows: int, rng: np.random.Generator, longest_padding: int = 0
+) -> Arrays:
+    """Draws 64 tokens of 1,000 a row; the target is the token that follows.
+
+    Up to `longest_padding` tokens at the end of a row are 0.
+    """
+    x = rng.integers(1, 1000, (rows, 65), dtype=np.int32)
+    padding = rng.integers(0, longest_padding + 1, rows)
+    x[np.arange(65) >= 65 - padding[:, None]] = 0
     return x[:, :-1], x[:, 1:]
 
 
 WORKLOADS = {
     "mlp": Workload(8, build_mlp, sample_vectors, "mse"),
+    "small": Workload(
+        32,
+        functools.partial(build_mlp, 256),
+        functools.partial(sample_vectors, width=256),
+        "mse",
+    ),
     "cnn": Workload(8, build_cnn, sample_images, "sparse_categorical_crossentropy"),
     "transformer": Workload(
         8, build_transformer, sample_tokens, "sparse_categorical_crossentropy"
+    ),
+    # The loss counts the tokens under a mask that travels through the model.
+    "masked": Workload(
+        8,
+        functools.partial(build_transformer, mask_zero=True),
+        functools.partial(sample_tokens, longest_padding=48),
+        "sparse_categorical_crossentropy",
     ),
 }
 
@@ -142,6 +163,11 @@ class Timing:
     def median(self) -> float:
         """The median of CPU time."""
         return statistics.median(self.cpu)
+
+    @property
+    def wall_median(self) -> float:
+        """The median of wall time."""
+        return statistics.median(self.wall)
 
     @property
     def spread(self) -> float:

@@ -54,8 +54,13 @@ def difference(weights: Weights, reference: Weights) -> tuple[float, float]:
     return float(np.max(gaps)), float(np.max(np.divide(gaps, units)))
 
 
-def table(accumulated: Run, large: Run) -> str:
-    """Write accuracies, times and distances as a table.
+def table(
+    accumulated: Run,
+    large: Run,
+    names: tuple[str, str] = ("accumulated", "large batch"),
+    start: int = 0,
+) -> str:
+    """Write accuracies, times and distances as a table; the runs start at epoch `start`.
 
     The distance that the weights have moved since the start stands below the one
     between the runs: without it nobody can tell a small number from a large one.
@@ -69,11 +74,11 @@ def table(accumulated: Run, large: Run) -> str:
     moved = [difference(large.weights[e], large.weights[0]) for e in epochs]
     runs = (accumulated, large)
     return (
-        row("", ["accumulated", "large batch"])
+        row("", names)
         + row("test accuracy", [run.history["val_accuracy"][-1] for run in runs], ".2%")
         + row("seconds", [run.seconds for run in runs], ".1f")
         + "\n"
-        + row("weights", [f"after epoch {epoch}" for epoch in epochs])
+        + row("weights", [f"after epoch {start + epoch}" for epoch in epochs])
         + row("largest difference", [absolute for absolute, _ in apart], ".1e")
         + row("largest relative difference", [relative for _, relative in apart], ".1e")
         + row("largest move since the start", [absolute for absolute, _ in moved], ".1e")

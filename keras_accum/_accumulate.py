@@ -7,15 +7,21 @@ gradient g_i and weight w_i gives
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from ._accumulator import sum_dtype
 from ._arguments import check_option
-from ._gradients import Gradient, add, weigh
+from ._gradients import Gradient, add, over, weigh
 from ._loop import Split, check_batch, for_each_micro_batch
+
+# From a micro-batch and its number of samples to a mean loss, its weight (None for the
+# number of samples), and further scalars to be averaged likewise.
+LossFunction: TypeAlias = Callable[
+    [Any, tf.Tensor], tuple[tf.Tensor, tf.Tensor | None, list[tf.Tensor]]
+]
 
 
 class Window(NamedTuple):
@@ -28,12 +34,15 @@ class Window(NamedTuple):
         weight: scalar float32 tensor, the sum of the weights.
         parts: scalar float32 tensors, the means of the further values that the loss
             function gave.
+        divisor: scalar float32 tensor, what the sum of the weighted gradients was
+            divided by.
     """
 
     loss: tf.Tensor
     gradients: list[tf.Tensor | None]
     weight: tf.Tensor
     parts: list[tf.Tensor]
+    divisor: tf.Tensor
 
 
 @tf.autograph.experimental.do_not_convert
@@ -115,27 +124,28 @@ def _weighted(loss_fn: Callable[[Any], Any]) -> Callable[[Any, tf.Tensor], Any]:
         # For the loss function, AutoGraph: this package's own code does without.
         loss_fn = tf.function(loss_fn)
 
-    def loss_of(micro_batch: Any, rows: tf.Tensor) -> tuple[Any, tf.Tensor, list]:
+    def loss_of(micro_batch: Any, rows: tf.Tensor) -> tuple[Any, Any, list]:
         result = loss_fn(micro_batch)
-        loss, weight = result if isinstance(result, (tuple, list)) else (result, rows)
-        return loss, tf.cast(weight, "float32"), []
+        loss, weight = result if isinstance(result, (tuple, list)) else (result, None)
+        return loss, weight, []
 
     return loss_of
 
 
 def accumulate(
-    loss_of: Callable[[Any, tf.Tensor], tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]],
+    loss_of: LossFunction,
     variables: Sequence[keras.Variable | tf.Variable],
     batch: Any,
     split: Split,
     reduction: str = "mean",
     scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None,
     parts: int = 0,
+    divisor_of: Callable[[tf.Tensor], tf.Tensor] | None = None,
 ) -> Window:
-    """`accumulate_gradients` for a loss function that always gives a weight.
+    """`accumulate_gradients` for a `loss_of` with `parts` scalars to be averaged too.
 
-    `loss_of` takes a micro-batch and its number of samples to a mean loss, its weight,
-    and a list of `parts` scalars to be averaged likewise; the rest is as there.
+    The gradients are divided by `divisor_of` the sum of the weights; by default by that
+    sum itself, as the losses are.
     """
     values = [
         getattr(v, "value", v) if isinstance(v, keras.Variable) else v for v in variables
@@ -148,17 +158,23 @@ def accumulate(
             tape.watch(values)
             loss, weight, others = loss_of(micro_batch, rows)
             loss = _scalar(loss)
+            # A share of the samples is never above 1, as the first micro-batch has most
+            # of them, nor 0: it goes to one scalar, instead of to all gradients.
+            early = weight is None and loss.dtype.size >= 4
+            weight = tf.cast(rows if weight is None else weight, "float32")
+            if reduction == "sum":
+                weight = tf.ones(())
+            # In units of the first weight, so that equal ones add gradients as they are.
+            unit = tf.where(tf.equal(unit, 0.0), weight, unit)
+            share = tf.math.divide_no_nan(weight, unit)
             target = loss if scale_loss is None else scale_loss(loss)
+            if early:
+                target *= tf.cast(share, target.dtype)
         gradients: list[Gradient] = tape.gradient(target, values)
-        if reduction == "sum":
-            weight = tf.ones(())
-        # In units of the first weight, so that equal weights add gradients as they are.
-        unit = tf.where(tf.equal(unit, 0.0), weight, unit)
-        share = tf.math.divide_no_nan(weight, unit)
         for i, gradient in enumerate(gradients):
             reached[i] = reached[i] or gradient is not None
         sums = [
-            s if g is None else add(s, weigh(g, share, s.dtype))
+            s if g is None else add(s, g if early else weigh(g, share, s.dtype))
             for s, g in zip(sums, gradients)
         ]
         values_sum = [
@@ -171,12 +187,15 @@ def accumulate(
     start = (zeros, [tf.zeros(())] * (1 + parts), tf.zeros(()), tf.zeros(()))
     sums, means, total, unit = for_each_micro_batch(step, batch, start, split)
     divisor = tf.ones(()) if reduction == "sum" else total
-    gradients = [
-        tf.math.divide_no_nan(s, tf.cast(divisor, s.dtype)) if was_reached else None
-        for s, was_reached in zip(sums, reached)
-    ]
     loss, *others = [tf.math.divide_no_nan(mean, divisor) for mean in means]
-    return Window(loss, gradients, total * unit, others)
+    weight = whole = total * unit
+    if divisor_of is not None:
+        whole = divisor_of(weight)
+        divisor = tf.math.divide_no_nan(whole, unit)
+    gradients = [
+        over(s, divisor) if was_reached else None for s, was_reached in zip(sums, reached)
+    ]
+    return Window(loss, gradients, weight, others, whole)
 
 
 def _scalar(loss: Any) -> tf.Tensor:

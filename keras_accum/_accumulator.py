@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from . import _replica
-from ._gradients import Gradient, weigh
+from ._gradients import Gradient, over, weigh
 from ._keras_private import compiled_by_xla
 
 
@@ -24,8 +24,11 @@ class Accumulator:
     """The running sum of the gradients of one window.
 
     Variables: one sum per trained variable, and a few scalars. What each replica adds
-    for itself (`sums`, `total`, `unit`, `dropped`, `reached`) is its own until the
-    window's end; what they count together (`micro_step`, `length`) is the same on all.
+    for itself (`sums`, `total`, `dropped`, `reached`) is its own until the window's end,
+    and saved as the sum over replicas; what they hold together (`micro_step`, `length`,
+    `unit`) is the same on all. Several replicas cannot agree on a first weight without
+    talking to each other: their unit is 1. Nothing else depends on how many they are, so
+    that a window may go on with another number of them.
 
     Args:
         variables: the trained variables, in the order of their gradients.
@@ -40,6 +43,7 @@ class Accumulator:
         weighted: bool,
     ) -> None:
         self.weighted = weighted
+        self.trained = list(variables)
         # float8 scales and the like: not gradients, but the variable's next value.
         self.overwrites = [
             getattr(v, "overwrite_with_gradient", False) for v in variables
@@ -49,10 +53,10 @@ class Accumulator:
             for i, v in enumerate(variables)
         ]
         self.total = _own_variable("total_weight", (), "float32")
-        self.unit = _own_variable("unit_weight", (), "float32")
         self.dropped = _own_variable("dropped", (), "float32")
         self.micro_step = _shared_variable("micro_step", (), "int64")
         self.length = _shared_variable("window_length", (), "int64")
+        self.unit = _shared_variable("unit_weight", (), "float32")
         self.reached = _own_variable("reached", (len(variables),), "float32")
 
     @property
@@ -87,13 +91,15 @@ class Accumulator:
             self.dropped.assign_add(1.0 - counts)
         share = self._share(weight)
         self.total.assign_add(share)
+        # Keras's mean losses are divided by the number of replicas, which is undone here.
+        factor = share * _replica.count() if self.weighted else share
         for gradient, index in zip(gradients, indices):
             if gradient is None:
                 continue
             if self.overwrites[index]:
                 self._raise_to(gradient, index, share)
             else:
-                _add_to(self.sums[index], weigh(gradient, share, self.sums[index].dtype))
+                _add_to(self.sums[index], weigh(gradient, factor, self.sums[index].dtype))
         given = {i for i, g in zip(indices, gradients) if g is not None}
         marks = [float(i in given) for i in range(len(self.sums))]
         # A maximum has no value yet from what weighs nothing; a sum has its zero.
@@ -104,8 +110,10 @@ class Accumulator:
     def _share(self, weight: tf.Tensor) -> tf.Tensor:
         """`weight` in units of the window's first."""
         unit = _read(self.unit)
-        unit = tf.where(tf.equal(unit, 0.0), weight, unit)
-        self.unit.assign(unit)
+        first = weight if _replica.count() == 1 else tf.ones(())
+        unit = tf.where(tf.equal(unit, 0.0), first, unit)
+        if _replica.count() == 1:
+            self.unit.assign(unit)
         return tf.math.divide_no_nan(weight, unit)
 
     def _raise_to(self, value: tf.Tensor, index: int, share: tf.Tensor) -> None:
@@ -120,25 +128,30 @@ class Accumulator:
 
     def reduce(self, indices: Sequence[int]) -> list[tf.Tensor]:
         """The sums of `indices`, `total` and `dropped`, over all replicas."""
-        sums, total = [_read(self.sums[i]) for i in indices], _read(self.total)
-        if _replica.count() > 1:
-            # Each replica has its own unit, and gradients as Keras's losses make them:
-            # of the replica's mean divided by the number of replicas.
-            unit = _read(self.unit)
-            sums = [s * tf.cast(unit * _replica.count(), s.dtype) for s in sums]
-            total *= unit
-        return _replica.sum_over_replicas([*sums, total, _read(self.dropped)])
+        added = [i for i in indices if not self.overwrites[i]]
+        sums = [_read(self.sums[i]) for i in added]
+        *sums, total, dropped = _replica.sum_over_replicas(
+            [*sums, _read(self.total), _read(self.dropped)]
+        )
+        held = dict(zip(added, sums))
+        return [
+            *[held[i] if i in held else self._maximum(i) for i in indices],
+            total,
+            dropped,
+        ]
+
+    def _maximum(self, index: int) -> tf.Tensor:
+        """The window's maximum over all replicas; the variable's own without one."""
+        value = _read(self.sums[index])
+        nothing = tf.constant(float("-inf"), value.dtype)
+        value = _replica.largest(tf.where(self._filled(index), value, nothing))
+        own = tf.cast(tf.convert_to_tensor(self.trained[index]), value.dtype)
+        return tf.where(tf.equal(value, nothing), own, value)
 
     def divide(
-        self,
-        indices: Sequence[int],
-        sums: Sequence[tf.Tensor],
-        divisor: tf.Tensor,
-        variables: Sequence[keras.Variable],
+        self, indices: Sequence[int], sums: Sequence[tf.Tensor], divisor: tf.Tensor
     ) -> list[tf.Tensor]:
         """The `sums` of `indices`, reduced, over `divisor`; maxima as they are.
-
-        A maximum that nothing has reached is the value of its variable.
 
         The means take the place of the sums, one after the other: a second copy of them
         all is never in memory. XLA divides where it uses a mean, without a copy.
@@ -146,32 +159,28 @@ class Accumulator:
         in_place = not compiled_by_xla()
         means: list[tf.Tensor] = []
         previous: list[tf.Tensor] = []
-        for index, total, trained in zip(indices, sums, variables):
-            if self.overwrites[index]:
-                own = tf.cast(tf.convert_to_tensor(trained), total.dtype)
-                total = tf.where(self._filled(index), total, own)
-            else:
+        for index, total in zip(indices, sums):
+            if not self.overwrites[index]:
                 with tf.control_dependencies(previous):
-                    variable = self.sums[index]
-                    total = tf.math.divide_no_nan(total, tf.cast(divisor, total.dtype))
+                    total = over(total, divisor)
                     if in_place:
-                        variable.assign(total)
-                        total = _read(variable)
+                        self.sums[index].assign(total)
+                        total = _read(self.sums[index])
                 previous = [] if tf.executing_eagerly() else [total]
             means.append(total)
         return means
 
-    def clear(self, updated: Sequence[keras.Variable] = ()) -> None:
+    def clear(self, updated: bool = False) -> None:
         """Forget the sums and their weight, by assignment: 0 times NaN is NaN.
 
         Args:
-            updated: the trained variables, if they have just been updated by the sums.
+            updated: whether the variables have just been updated by the sums.
         """
-        for variable in [self.total, self.unit, self.dropped, self.reached]:
+        for variable in [self.total, self.dropped, self.reached]:
             variable.assign(tf.zeros(variable.shape, variable.dtype))
-        for i, variable in enumerate(self.sums):
+        for trained, variable in zip(self.trained, self.sums):
             if updated:
-                variable.assign(self._zeros_after(updated[i], variable))
+                variable.assign(self._zeros_after(trained, variable))
             else:
                 variable.assign(tf.zeros(variable.shape, variable.dtype))
 
@@ -206,11 +215,15 @@ class Accumulator:
         taken += 1
         self.length.assign(held)
         self.micro_step.assign(taken)
+        if _replica.count() > 1:
+            unit = _read(self.unit)
+            self.unit.assign(tf.where(tf.equal(unit, 0.0), 1.0, unit))
         return tf.greater_equal(taken, held)
 
     def restart(self) -> None:
         """Begin a new window."""
         self.micro_step.assign(tf.zeros((), "int64"))
+        self.unit.assign(tf.zeros(()))
 
 
 def sum_dtype(variable: keras.Variable | tf.Variable, dtype: str | None) -> str:

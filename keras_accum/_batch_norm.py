@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from . import _replica
 from ._keras_private import flatten_layers
 from ._passes import is_repeated
 
@@ -159,6 +160,24 @@ class _Call:
 
     before: tuple[tf.Tensor, tf.Tensor] | None = None
     moments: tuple[tf.Tensor, tf.Tensor, tf.Tensor]
+
+
+def check_statistics(model: keras.Model) -> None:
+    """Refuse layers that talk to other replicas at each call, which no loop can hold.
+
+    Raises:
+        ValueError: for a BatchNormalization with `synchronized=True`, under a strategy.
+    """
+    if _replica.count() == 1:
+        return
+    for layer in flatten_layers(model):
+        if getattr(layer, "synchronized", False):
+            raise ValueError(
+                f"The layer '{layer.name}' has `synchronized=True`: it averages its "
+                "statistics over the replicas at each call, which cannot be done in a "
+                "loop over micro-batches. Use `synchronized=False`, or accumulate in the "
+                "optimizer, with `AccumOptimizer`."
+            )
 
 
 def begin_windows(model: keras.Model, first: tf.Tensor | bool) -> None:

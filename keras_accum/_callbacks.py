@@ -112,7 +112,7 @@ class AccumulationMonitor(keras.callbacks.Callback):
         self._end_epoch()
         if self.tail == "flush_end" and epoch == self.params.get("epochs", 0) - 1:
             # Before `fit` puts averaged weights in the place of the trained ones.
-            self._flush()
+            self.optimizer.flush()
         if self._closed_windows() == self._before:
             logger.warning(
                 "Epoch %d has made no update: it has fewer micro-batches than a window "
@@ -125,7 +125,7 @@ class AccumulationMonitor(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Close the window, or warn that it stays open."""
         if self.tail == "flush_end":
-            self._flush()
+            self.optimizer.flush()
         left = _number(self.optimizer.micro_step)
         if left:
             logger.warning(
@@ -141,9 +141,9 @@ class AccumulationMonitor(keras.callbacks.Callback):
         self._in_epoch = False
         self._left = _number(self.optimizer.micro_step)
         if self.tail == "flush_epoch":
-            self._flush()
+            self.optimizer.flush()
         elif self.tail == "drop" and self._left:
-            self._on_replicas(self.optimizer.reset)
+            self.optimizer.reset()
             logger.warning(
                 "%d micro-batches at the end of the epoch dropped.", self._left
             )
@@ -152,12 +152,6 @@ class AccumulationMonitor(keras.callbacks.Callback):
         """Windows that have made an update, or were skipped, so far."""
         optimizer = self.optimizer
         return _number(optimizer.iterations) + _number(optimizer.skipped_windows)
-
-    def _flush(self) -> None:
-        self._on_replicas(self.optimizer.flush)
-
-    def _on_replicas(self, function: Any) -> None:
-        self.model.distribute_strategy.run(function)
 
     def _announce(self, batches: int) -> None:
         window, steps = self.optimizer.window_length, self.params.get("steps")

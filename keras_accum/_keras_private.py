@@ -10,6 +10,7 @@ import functools
 import inspect
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from keras.src.backend.common.global_state import (
 )
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.backend.tensorflow import trainer
 from keras.src.losses import loss as keras_loss
 from keras.src.models.functional import Functional as Functional
 from keras.src.models.model import functional_init_arguments
@@ -55,14 +57,62 @@ def flatten_layers(model: keras.Model) -> list[keras.layers.Layer]:
     return list(model._flatten_layers())
 
 
-def leave_reduction_to_caller(optimizer: keras.optimizers.Optimizer) -> None:
-    """Keep `optimizer` from summing gradients over replicas when it applies them.
+@contextlib.contextmanager
+def replicas_left_to_caller(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Keep `optimizer` from what it does across replicas: the caller does it.
 
-    Keras does so after it has clipped. Gradients that are reduced already would be
-    counted once per replica.
+    Keras sums gradients over replicas after it has clipped each one's, and overwrites
+    weights by their averages in a conditional of each replica's, which cannot be traced.
     """
-    for part in [optimizer, *getattr(optimizer, "optimizers", [])]:
+    parts = _parts(optimizer)
+    for part in parts:
+        # Replicas enter and leave in turns, in threads: the last to leave restores.
+        entered, frequency = _left.get(part, (0, part.ema_overwrite_frequency))
+        _left[part] = (entered + 1, frequency)
         part._all_reduce_sum_gradients = list
+        part.ema_overwrite_frequency = None
+    try:
+        yield
+    finally:
+        for part in parts:
+            entered, frequency = _left.pop(part)
+            if entered > 1:
+                _left[part] = (entered - 1, frequency)
+            else:
+                del part._all_reduce_sum_gradients
+                part.ema_overwrite_frequency = frequency
+
+
+# How often each optimizer is inside of `replicas_left_to_caller`, and its
+# `ema_overwrite_frequency` outside.
+_left: weakref.WeakKeyDictionary[Any, tuple[int, Any]] = weakref.WeakKeyDictionary()
+
+
+def overwriting_by_averages(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[tuple[tf.Tensor, Callable[[], None]]]:
+    """For each part of `optimizer` that does it: whether it is due, and how to do it.
+
+    To be called for all replicas together, after an update.
+    """
+    parts = [p for p in _parts(optimizer) if p.use_ema and p.ema_overwrite_frequency]
+    return [
+        (
+            tf.equal(p.iterations.value % p.ema_overwrite_frequency, 0),
+            functools.partial(
+                p._overwrite_model_variables_with_average_value, p._trainable_variables
+            ),
+        )
+        for p in parts
+    ]
+
+
+def _parts(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """The optimizers that update weights: inside of wrappers, and of a MultiOptimizer."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        return _parts(inner)
+    return [optimizer, *getattr(optimizer, "optimizers", [])]
 
 
 def restore_deferred(optimizer: keras.optimizers.Optimizer) -> None:
@@ -124,9 +174,34 @@ def observe_training_losses(
         setattr(Trainer, name, _inside(around, getattr(Trainer, name)))
 
 
+@contextlib.contextmanager
+def undivided_losses() -> Iterator[None]:
+    """Have Keras compute losses in this context, and thread, as it does on one device.
+
+    Under a strategy it divides means, but not sums, by the number of replicas.
+    """
+    _extend_keras()
+    outer = getattr(_listening, "undivided", False)
+    _listening.undivided = True
+    try:
+        yield
+    finally:
+        _listening.undivided = outer
+
+
 @functools.cache
 def _extend_keras() -> None:
+    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
+        setattr(keras_loss, name, _dividing(getattr(keras_loss, name)))
     keras_loss.reduce_weighted_values = _audible(keras_loss.reduce_weighted_values)
+
+
+def _dividing(scale: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(scale)
+    def scale_unless_told(value: Any) -> Any:
+        return value if getattr(_listening, "undivided", False) else scale(value)
+
+    return scale_unless_told
 
 
 def _audible(reduce: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,6 +242,51 @@ def _inside(
     return compute_inside
 
 
+# --- What Keras 3 cannot do under a strategy (keras#20585).
+
+
+@functools.cache
+def mend_strategies() -> None:
+    """Have `fit` build and log under any strategy.
+
+    To build a model, Keras takes the mean of a batch over replicas, which fails where
+    they hold unlike shapes, or are on several machines; one replica's part will do. To
+    log, it takes the mean of scalars over their first axis, which they do not have, on
+    several machines.
+    """
+    trainer.TensorFlowTrainer._maybe_symbolic_build = _building_from_one(
+        trainer.TensorFlowTrainer._maybe_symbolic_build
+    )
+    trainer.reduce_per_replica = _reducing_scalars(trainer.reduce_per_replica)
+
+
+def _building_from_one(build: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(build)
+    def build_from_one(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        if iterator is None or self._distribute_strategy is None:
+            build(self, iterator=iterator, data_batch=data_batch)
+            return
+        _, _, batches = next(iter(iterator))
+        local = self._distribute_strategy.experimental_local_results
+        batch = tf.nest.map_structure(lambda value: local(value)[0], next(batches))
+        build(self, data_batch=batch)
+
+    return build_from_one
+
+
+def _reducing_scalars(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reduce)
+    def reduce_scalars(values: Any, strategy: Any, reduction: str) -> Any:
+        several = trainer._collective_all_reduce_multi_worker(strategy)
+        if not several or reduction not in ("auto", "mean"):
+            return reduce(values, strategy, reduction)
+        return tf.nest.map_structure(
+            lambda value: strategy.reduce("MEAN", value, axis=None), values
+        )
+
+    return reduce_scalars
+
+
 # --- What a train_step of Keras's does, for one that does it in parts.
 
 
@@ -184,7 +304,6 @@ def call(model: keras.Model, x: Any) -> Any:
 
 def track_loss(model: keras.Model, loss: tf.Tensor, rows: Any) -> None:
     """Add the loss of `rows` samples to what `fit` shows as `loss`."""
-    loss = keras_loss.unscale_loss_for_distribution(loss)
     model._loss_tracker.update_state(loss, sample_weight=rows)
 
 
@@ -205,7 +324,6 @@ def tracked_apart(model: keras.Model) -> Iterator[Callable[..., None]]:
             metric.count.assign(count)
         track_loss(model, loss, rows)
         for (metric, _, _), value in zip(before, outputs):
-            value = keras_loss.unscale_loss_for_distribution(value)
             metric.update_state(value, sample_weight=rows)
 
     yield track

@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from . import _replica
+
 Size: TypeAlias = int | tf.Tensor
 # From a micro-batch, how many samples it has, and what the last call gave, to the next.
 Step: TypeAlias = Callable[[Any, tf.Tensor, Any], Any]
@@ -213,12 +215,14 @@ def check_batch(batch: Any) -> tuple[Any, list[Any]]:
     if len(known) > 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise ValueError(f"{_UNEQUAL} Received shapes: {shapes}")
-    if known == {0}:
-        raise ValueError(_EMPTY)
     checks = [
         tf.debugging.assert_equal(size, sizes[0], message=_UNEQUAL) for size in sizes[1:]
     ]
-    checks.append(tf.debugging.assert_positive(sizes[0], message=_EMPTY))
+    # Of several replicas, one may be left without a sample by a short last batch.
+    if _replica.count() == 1:
+        if known == {0}:
+            raise ValueError(_EMPTY)
+        checks.append(tf.debugging.assert_positive(sizes[0], message=_EMPTY))
     return batch, [check for check in checks if check is not None]
 
 

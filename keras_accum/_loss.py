@@ -71,7 +71,9 @@ def describe(values: Any, sample_weight: Any, mask: Any, reduction: Any) -> Loss
     weight = tf.cast(tf.size(values), "float32")
     if mask is not None:
         # Keras divides by the entries that the mask lets through.
-        weight *= tf.reduce_mean(tf.cast(mask, "float32"))
+        entries = tf.cast(tf.size(mask), "float32")
+        valid = tf.reduce_sum(tf.cast(mask, "float32"))
+        weight *= tf.math.divide_no_nan(valid, entries)
     constant = mask is None and values.shape[1:].is_fully_defined()
     return LossTerm(reduction, weight, per_sample=constant)
 

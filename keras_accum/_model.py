@@ -10,7 +10,7 @@ from typing import Any, Literal
 import keras
 
 from ._arguments import check_option
-from ._keras_private import Functional, functional_arguments
+from ._keras_private import Functional, functional_arguments, mend_strategies
 from ._loop import Split
 from ._oom import ON_OOM, RetryingStep
 from ._train_step import train_step
@@ -81,6 +81,7 @@ class GradientAccumulationModel(keras.Model):
             # Keras would make every model of this class a functional one.
             object.__setattr__(self, "__class__", _functional(type(self)))  # type: ignore[arg-type]
         super().__init__(*args, **kwargs)
+        mend_strategies()
         self._split = split
         self._two_pass = bool(two_pass)
         self._on_oom = on_oom
@@ -220,6 +221,7 @@ def accumulate(
             "steps_per_execution=k)`, with data that yield micro-batches; or call "
             "`accumulate_gradients` in that `train_step`."
         )
+    mend_strategies()
     model.train_step = functools.partial(
         train_step, model, split=split, two_pass=two_pass
     )

@@ -17,12 +17,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ._batch_norm import begin_windows
-from ._keras_private import build_for, state_of_layers, track_loss, tracked_apart
-from ._loop import Split, check_batch, rows_of
-from ._optimizer import GradientAccumulationOptimizer
-from ._train_step import _check_weights, accumulate_model, update
-from ._two_pass import accumulate_coupled
+from ._keras_private import build_for, state_of_layers
+from ._loop import Split, rows_of
+from ._train_step import compute_window, update
 
 ON_OOM = ("raise", "halve")
 
@@ -153,30 +150,11 @@ class RetryingStep:
         if split not in self._functions:
 
             def gradients(data: Any) -> Any:
-                return _window(self._model, data, split, self._two_pass)
+                window = compute_window(self._model, data, split, self._two_pass)
+                return window, self._model.get_metrics_result()
 
             self._functions[split] = _compiled(self._model, gradients)
         return self._functions[split]
-
-
-def _window(model: keras.Model, data: Any, split: Split, two_pass: bool) -> Any:
-    """A training step up to its update: the window, and the metrics."""
-    batch, checks = check_batch(keras.utils.unpack_x_y_sample_weight(data))
-    checks += _check_weights(batch[2])
-    with tf.control_dependencies(checks):
-        optimizer, first = model.optimizer, True
-        if isinstance(optimizer, GradientAccumulationOptimizer):
-            optimizer.scale_for(model)
-            first = tf.equal(optimizer.micro_step, 0)
-        begin_windows(model, first)
-        if two_pass:
-            window = accumulate_coupled(model, batch, split)
-            track_loss(model, window.loss, rows_of(batch))
-        else:
-            with tracked_apart(model) as track:
-                window = accumulate_model(model, batch, split)
-            track(window.loss, window.parts, rows_of(batch))
-    return window, model.get_metrics_result()
 
 
 def _compiled(model: keras.Model, function: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -37,8 +37,10 @@ from ._gradients import Gradient, all_finite, check_gradients, global_norm, name
 from ._keras_private import (
     compiled_by_xla,
     flatten_layers,
-    leave_reduction_to_caller,
+    mend_strategies,
     observe_training_losses,
+    overwriting_by_averages,
+    replicas_left_to_caller,
     restore_deferred,
 )
 from ._loss import batch_weight, record_terms
@@ -164,6 +166,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
             self.dynamic_scale.assign(scaler.dynamic_scale)
         self._sealed = True
         observe_training_losses(_announce_weight)
+        mend_strategies()
 
     # ------------------------------------------------------------------ variables
 
@@ -199,8 +202,6 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         with tf.init_scope(), keras.name_scope(self.name, caller=self):
             if not self.inner_optimizer.built:
                 self.inner_optimizer.build(list(var_list))
-            if _replica.count() > 1:
-                leave_reduction_to_caller(self.inner_optimizer)
             accumulator = Accumulator(
                 var_list, self.accumulator_dtype, weighted=self.reduction == "mean"
             )
@@ -208,6 +209,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         for variable in accumulator.variables:
             self._track_variable(variable)
         self._accumulator = accumulator
+        self._strategy = _replica.current()
         restore_deferred(self)
 
     @property
@@ -383,6 +385,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         grads, announced = list(grads), _take_announced(self)
         if not grads:
             return
+        _replica.check_compilable()
         weight = check_weight(announced if weight is None else weight)
         variables = self._check(grads, trainable_variables)
         window = self._accumulator
@@ -457,7 +460,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         last micro-batch had.
         """
         self._for_those_reached(given, self._update_or_skip)
-        _replica.on_each(self._accumulator.clear, self._trainable_variables)
+        _replica.on_each(self._accumulator.clear, True)
         self._accumulator.restart()
 
     def _for_those_reached(self, given: Sequence[int], update: Any) -> None:
@@ -485,12 +488,12 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
     def _update_or_skip(self, indices: Sequence[int]) -> None:
         sums = _replica.on_each(self._accumulator.reduce, indices)
         if not (self.scales_dynamically or self.on_nonfinite.startswith("skip")):
-            _replica.on_each(self._update, indices, sums)
+            self._update_each(indices, sums)
             return
         usable = _replica.first_of(_replica.on_each(self._usable, sums))
         run_either(
             usable,
-            lambda: _replica.on_each(self._update, indices, sums),
+            lambda: self._update_each(indices, sums),
             lambda: self._skipped_windows.assign_add(1),
         )
         if self.scales_dynamically:
@@ -505,6 +508,10 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         emptied = tf.logical_and(tf.equal(total, 0.0), tf.greater(dropped, 0.0))
         return tf.logical_and(all_finite(gradients), tf.logical_not(emptied))
 
+    def _update_each(self, indices: Sequence[int], sums: Any) -> None:
+        _replica.on_each(self._update, indices, sums)
+        overwrite_by_averages(self.inner_optimizer)
+
     def _update(self, indices: Sequence[int], sums: Sequence[tf.Tensor]) -> None:
         """Make one step of the inner optimizer with the mean gradient of the window."""
         window = self._accumulator
@@ -515,7 +522,10 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         replaced = [window.overwrites[i] for i in indices]
         norm = global_norm([s for s, as_is in zip(sums, replaced) if not as_is])
         self._last_gradient_norm.assign(tf.math.divide_no_nan(norm, divisor))
-        means = window.divide(indices, sums, divisor, variables)
+        # A norm is never negative; XLA, which does not know, reads the sums for it before
+        # the update begins, and has no need to copy what the update overwrites.
+        divisor = tf.where(norm < 0.0, 0.0, divisor)
+        means = window.divide(indices, sums, divisor)
         grads = [tf.cast(mean, v.dtype) for mean, v in zip(means, variables)]
         if (factor := self.adaptive_clip_factor) is not None:
             weights = [tf.convert_to_tensor(v) for v in variables]
@@ -526,7 +536,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
             held = dict(zip(indices, grads))
             variables = self._trainable_variables
             grads = [held.get(i) for i in range(len(variables))]
-        self.inner_optimizer.apply(grads, variables)
+        apply_reduced(self.inner_optimizer, grads, variables)
 
     def _adapt_scale(self, finite: tf.Tensor) -> None:
         """Halve the scale after an overflow; double it after enough updates without."""
@@ -549,11 +559,13 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
     def flush(self) -> None:
         """Update now with what the window holds, divided by what it really weighs.
 
-        Does nothing if the window is empty. Under a strategy, call it in
-        `strategy.run`.
+        Does nothing if the window is empty. Under a strategy, to be called from outside
+        of its replicas, or on each of them.
         """
-        if not self.built:
-            return
+        if self.built:
+            _replica.run_on(self._strategy, self._flush)
+
+    def _flush(self) -> None:
         _replica.together(
             lambda: run_if(
                 tf.greater(self._accumulator.micro_step.value, 0),
@@ -564,14 +576,12 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
     @tf.autograph.experimental.do_not_convert
     def reset(self) -> None:
         """Drop what the window holds. Weights and counters stay as they are."""
-        if not self.built:
-            return
+        if self.built:
+            _replica.run_on(self._strategy, self._drop)
 
-        def drop() -> None:
-            _replica.on_each(self._accumulator.clear)
-            self._accumulator.restart()
-
-        _replica.together(drop)
+    def _drop(self) -> None:
+        self._accumulator.clear()
+        _replica.together(self._accumulator.restart)
 
     # ---------------------------------------------------------------------- state
 
@@ -711,6 +721,30 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
 
 
 AccumOptimizer = GradientAccumulationOptimizer
+
+
+def apply_reduced(
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Sequence[tf.Tensor | None],
+    variables: Sequence[keras.Variable],
+) -> None:
+    """`optimizer.apply`, on each replica, for gradients that are reduced already.
+
+    `overwrite_by_averages` has to follow, for all replicas together.
+    """
+    if _replica.count() == 1:
+        optimizer.apply(gradients, variables)
+        return
+    with replicas_left_to_caller(optimizer):
+        optimizer.apply(gradients, variables)
+
+
+def overwrite_by_averages(optimizer: keras.optimizers.Optimizer) -> None:
+    """What `ema_overwrite_frequency` asks for, where Keras cannot do it by itself."""
+    if _replica.count() == 1:
+        return
+    for due, overwrite in overwriting_by_averages(optimizer):
+        run_if(due, overwrite)
 
 
 def _assert_finite(finite: tf.Tensor) -> tf.Operation:

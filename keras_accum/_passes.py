@@ -3,14 +3,17 @@
 The first notes what it reads; the second reads that. Neither changes a variable.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from ._keras_private import current_scope, is_watched, read, stand_in, unrecorded
 from ._nest import Nest
+
+# Calls whose outputs were kept, in order, with the tensors in them.
+Kept: TypeAlias = "list[tuple[Keep, list[tf.Tensor]]]"
 
 
 class Pass(keras.StatelessScope):
@@ -35,7 +38,7 @@ class FirstPass(Pass):
         super().__init__(values)
         self.outer = current_scope()
         self.state: dict[int, tf.Tensor] = {}
-        self.kept: list[list[tf.Tensor]] = []
+        self.kept: Kept = []
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """The value of `variable`, of which gradients go through the second pass."""
@@ -56,11 +59,14 @@ class FirstPass(Pass):
 class SecondPass(Pass):
     """Has the outputs that the first pass kept."""
 
-    def __init__(
-        self, values: dict[int, tf.Tensor], kept: Sequence[Sequence[tf.Tensor]]
-    ) -> None:
+    def __init__(self, values: dict[int, tf.Tensor], kept: Kept) -> None:
         super().__init__(values)
-        self.kept = list(kept)
+        self._kept = kept
+
+    def take(self, key: "Keep") -> list[tf.Tensor]:
+        """What the next call of `key` gave in the first pass."""
+        index = next(i for i, (found, _) in enumerate(self._kept) if found is key)
+        return self._kept.pop(index)[1]
 
 
 def is_repeated() -> bool:
@@ -82,9 +88,9 @@ class Keep:
         outputs = self.function(*args, **kwargs)
         scope = current_scope()
         if isinstance(scope, FirstPass):
-            scope.kept.append(Nest(outputs).floats)
+            scope.kept.append((self, Nest(outputs).floats))
         elif isinstance(scope, SecondPass):
-            nest, kept = Nest(outputs), scope.kept.pop(0)
-            pairs = zip(kept, nest.floats)
+            nest = Nest(outputs)
+            pairs = zip(scope.take(self), nest.floats)
             outputs = nest.pack([stand_in(k, f) for k, f in pairs], nest.others)
         return outputs

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ._keras_private import could_record, is_recorded
+from ._keras_private import could_record, is_recorded, is_watched
 from ._shadow import Shadow
 
 # Operations of TensorFlow that draw from a state which nobody can wind back.
@@ -31,9 +31,21 @@ _RANDOM = {
 }
 
 
+def check_traced(block: Any) -> None:
+    """Refuse a block whose layers have a memory of their own of how they are called."""
+    calls = [(block.name, block.function), *[(x.name, x.call) for x in block.layers]]
+    for name, call in calls:
+        if isinstance(call, tf.types.experimental.PolymorphicFunction):
+            raise ValueError(
+                f"'{name}' in '{block.name}' has a call that is a `tf.function`: "
+                "it would remember the weights of the first pass as constants. Leave the "
+                "decorator out; Keras compiles the whole training step."
+            )
+
+
 def check_assigned(block: Any, variables: Iterable[keras.Variable]) -> None:
     """Refuse a block that moves what is trained."""
-    paths = [variable.path for variable in variables if variable.trainable]
+    paths = [v.path for v in variables if v.trainable or is_watched(v)]
     if paths:
         raise ValueError(
             f"'{block.name}' assigns to trainable weights in its call: {paths}. Its "
@@ -105,7 +117,13 @@ class RandomCheck:
             with keras.StatelessScope():  # What it assigns goes nowhere.
                 self._block.function(*args, **kwargs)
 
-        traced = tf.function(call, autograph=False).get_concrete_function()
+        caches = CacheCheck(self._block)
+        try:
+            traced = tf.function(call, autograph=False).get_concrete_function()
+        except Exception:
+            return  # Code for eager mode alone, which nothing but running it will tell.
+        finally:
+            caches.check()
         self._refuse(traced.graph.get_operations())
 
     def _refuse(self, operations: Sequence[tf.Operation]) -> None:

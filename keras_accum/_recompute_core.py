@@ -38,6 +38,7 @@ from ._recompute_checks import (
     check_assigned,
     check_captured,
     check_same,
+    check_traced,
 )
 from ._tie import tie
 
@@ -73,6 +74,7 @@ class Block:
         if not _is_differentiated(args, kwargs):
             return self.function(*args, **kwargs)
         if self._first_call:
+            check_traced(self)
             if not all(layer.built for layer in self.layers):
                 build_by_call(self.function, *args, **kwargs)
             if self._verify:
@@ -93,7 +95,8 @@ def _is_differentiated(args: Any, kwargs: Any) -> bool:
     training = kwargs.get("training")
     training = inherited("training") if training is None else training
     return (
-        (training or could_record())
+        # Where it is a tensor, it may be true.
+        (not (training is None or training is False) or could_record())
         and not is_symbolic()
         # The first pass of a block around this one keeps nothing anyway.
         and not isinstance(current_scope(), FirstPass)
@@ -190,7 +193,7 @@ class _Recomputed:
                     *inputs,
                     *self.arguments.others,
                     *[first.state[i] for i in moved],
-                    *[tensor for kept in first.kept for tensor in kept],
+                    *[tensor for _, outputs in first.kept for tensor in outputs],
                 ],
                 upstream,
             )
@@ -198,7 +201,7 @@ class _Recomputed:
         inputs = _take(tied, inputs)
         others = _take(tied, self.arguments.others)
         state = {**first.state, **dict(zip(moved, _take(tied, moved)))}
-        kept = [_take(tied, outputs) for outputs in first.kept]
+        kept = [(key, _take(tied, outputs)) for key, outputs in first.kept]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([*inputs, *variables])
             scope = SecondPass({**state, **self._mapping(inputs)}, kept)

@@ -12,6 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from ._keras_private import compiled_by_xla
+
 
 def count() -> int:
     """The number of replicas that make one update together."""
@@ -35,6 +37,20 @@ def on_each(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
+def current() -> tf.distribute.Strategy:
+    """The strategy that this is called in; the default one, of one replica, if none."""
+    return tf.distribute.get_strategy()
+
+
+def run_on(strategy: tf.distribute.Strategy, function: Callable[[], None]) -> None:
+    """Run `function` on each replica of `strategy`, from outside or on one of them."""
+    outside = tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy()
+    if strategy.num_replicas_in_sync > 1 and outside:
+        strategy.run(function)
+    else:
+        function()
+
+
 def first_of(value: Any) -> Any:
     """The value of one replica, where all of them hold the same."""
     return tf.distribute.get_strategy().experimental_local_results(value)[0]
@@ -49,6 +65,50 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     # its identity has.
     tensors = [tf.identity(tensor) for tensor in tensors]
     return list(context.all_reduce(tf.distribute.ReduceOp.SUM, tensors))
+
+
+def largest(tensor: tf.Tensor) -> tf.Tensor:
+    """The elementwise maximum of `tensor` over all replicas."""
+    return tf.reduce_max(concatenate(tf.expand_dims(tensor, 0)), axis=0)
+
+
+def concatenate(tensor: tf.Tensor) -> tf.Tensor:
+    """The rows of `tensor` on all replicas, of which each may have another number."""
+    if count() == 1:
+        return tensor
+    # Collective operations know no booleans, and need a device, as above.
+    sent = tf.cast(tensor, "int32") if tensor.dtype.is_bool else tf.identity(tensor)
+    gathered = tf.distribute.get_replica_context().all_gather(sent, axis=0)
+    return tf.cast(gathered, tensor.dtype)
+
+
+def first_row(rows: tf.Tensor | int) -> tf.Tensor | int:
+    """Where the `rows` rows of this replica begin in what `concatenate` gives."""
+    if count() == 1:
+        return 0
+    before = concatenate(tf.reshape(tf.cast(rows, "int32"), [1]))
+    index = tf.distribute.get_replica_context().replica_id_in_sync_group
+    return tf.reduce_sum(before[:index])
+
+
+def check_compilable() -> None:
+    """Refuse to be compiled by XLA on replicas that TensorFlow cannot compile for.
+
+    Raises:
+        ValueError: under a strategy with several CPU devices.
+    """
+    if count() == 1 or not compiled_by_xla():
+        return
+    devices = getattr(tf.distribute.get_strategy().extended, "worker_devices", ())
+    if any("CPU" in device.upper() for device in devices):
+        raise ValueError(_NOT_COMPILABLE)
+
+
+_NOT_COMPILABLE = (
+    "Received `jit_compile=True` under a strategy whose replicas are CPU devices, where "
+    "TensorFlow compiles no collective operation. Write "
+    "`model.compile(..., jit_compile=False)`."
+)
 
 
 def local_component(variable: tf.Variable) -> tf.Variable:

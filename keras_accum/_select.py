@@ -17,31 +17,28 @@ Select: TypeAlias = (
 
 def select_layers(model: Layer, select: Select) -> list[Layer]:
     """The outermost layers inside of `model` that match."""
-    found = list(_descend(model, _predicate(model, select)))
+    matches = _predicate(model, select)
+    inside = _inside(model, enter=lambda layer: not matches(layer))
+    found = [layer for layer in inside if matches(layer)]
     if not found:
         raise ValueError(_nothing(model, select))
     return found
 
 
-def _descend(
-    layer: Layer, matches: Callable[[Layer], bool], seen: set[int] | None = None
+def _inside(
+    layer: Layer,
+    enter: Callable[[Layer], bool] = lambda _: True,
+    seen: set[int] | None = None,
 ) -> Iterator[Layer]:
-    """Layers inside of `layer` that match, in order, each once; not those inside them."""
+    """The layers inside of `layer`, in order, each once; not those inside of some."""
     seen = set() if seen is None else seen
     for child in children(layer):
         if id(child) in seen:
             continue
         seen.add(id(child))
-        if matches(child):
-            yield child
-        else:
-            yield from _descend(child, matches, seen)
-
-
-def _all_inside(layer: Layer) -> list[Layer]:
-    found: list[Layer] = []
-    list(_descend(layer, lambda child: found.append(child) is not None))
-    return found
+        yield child
+        if enter(child):
+            yield from _inside(child, enter, seen)
 
 
 def _predicate(model: Layer, select: Select) -> Callable[[Layer], bool]:
@@ -69,7 +66,7 @@ def _named(pattern: str) -> Callable[[Layer], bool]:
 
 
 def _listed(model: Layer, layers: Sequence[Any]) -> Callable[[Layer], bool]:
-    inside = {id(layer) for layer in _all_inside(model)}
+    inside = {id(layer) for layer in _inside(model)}
     for layer in layers:
         if layer is model:
             raise ValueError(
@@ -86,7 +83,7 @@ def _listed(model: Layer, layers: Sequence[Any]) -> Callable[[Layer], bool]:
 
 
 def _nothing(model: Layer, select: Select) -> str:
-    names = [layer.name for layer in _all_inside(model)]
+    names = [layer.name for layer in _inside(model)]
     pattern = select.strip("*?") if isinstance(select, str) else ""
     near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.4) or names[:10]
     return (
@@ -99,7 +96,7 @@ def _nothing(model: Layer, select: Select) -> str:
 def layers_inside(roots: Sequence[Layer], patterns: str | Sequence[str]) -> list[Layer]:
     """The layers inside of `roots` that `keep` names."""
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    layers = [layer for root in roots for layer in _all_inside(root)]
+    layers = [layer for root in roots for layer in _inside(root)]
     layers = list({id(layer): layer for layer in layers}.values())
     kept = [x for x in layers if any(_named(pattern)(x) for pattern in patterns)]
     if patterns and not kept:

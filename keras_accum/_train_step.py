@@ -10,6 +10,10 @@ so that Σ_i (n_i / n) L_i is the loss of the batch, and regularisation R counts
 Where a loss has one denominator per sample, f is 1 and nothing has to be known before.
 Else the W_o come from a pass before, of which only the masks are used: the rest of it is
 pruned from the graph (but for recurrent layers, outside of XLA), and paid in eager mode.
+
+On several replicas, n and the W_o are sums over all of them, and the gradients of each
+are its part of the sum above: they are reduced once, then clipped and applied. In an
+`AccumOptimizer` both are each replica's own; it reduces at the end of its window.
 """
 
 import warnings
@@ -19,8 +23,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ._accumulate import Window, accumulate
-from ._batch_norm import begin_windows, pool_calls
+from . import _replica
+from ._accumulate import LossFunction, Window, accumulate
+from ._accumulator import sum_dtype
+from ._batch_norm import begin_windows, check_statistics, pool_calls
 from ._keras_private import (
     build_for,
     call,
@@ -28,10 +34,15 @@ from ._keras_private import (
     listen_to_reductions,
     track_loss,
     tracked_apart,
+    undivided_losses,
 )
 from ._loop import Split, check_batch, for_each_micro_batch, leaves, rows_of, take
 from ._loss import LossTerm, check_mean, describe, record_terms, warn_if_unknown
-from ._optimizer import GradientAccumulationOptimizer
+from ._optimizer import (
+    GradientAccumulationOptimizer,
+    apply_reduced,
+    overwrite_by_averages,
+)
 from ._two_pass import accumulate_coupled
 
 _BY_SAMPLES = (
@@ -59,13 +70,34 @@ def train_step(
     Returns:
         The metrics of the model, by name.
     """
+    update(model, compute_window(model, data, split, two_pass))
+    return model.get_metrics_result()
+
+
+def compute_window(
+    model: keras.Model, data: Any, split: Split, two_pass: bool = False
+) -> Window:
+    """All of a training step but its update: the loss, the gradients, the metrics."""
+    _replica.check_compilable()
+    check_statistics(model)
     build_for(model, data)
     batch, checks = check_batch(keras.utils.unpack_x_y_sample_weight(data))
     checks += _check_weights(batch[2])
+    optimizer, first = model.optimizer, True
+    if _accumulates(optimizer):
+        optimizer.scale_for(model)
+        first = tf.equal(optimizer.micro_step, 0)
     # In a graph, what does not depend on a check does not wait for it.
-    with tf.control_dependencies(checks):
-        _update(model, batch, split, two_pass)
-    return model.get_metrics_result()
+    with tf.control_dependencies(checks), undivided_losses():
+        begin_windows(model, first)
+        if two_pass:
+            window = accumulate_coupled(model, batch, split)
+            track_loss(model, window.loss, rows_of(batch))
+        else:
+            with tracked_apart(model) as track:
+                window = accumulate_model(model, batch, split)
+            track(window.loss, window.parts, rows_of(batch))
+    return window
 
 
 def _check_weights(sample_weight: Any) -> list[tf.Tensor]:
@@ -76,52 +108,89 @@ def _check_weights(sample_weight: Any) -> list[tf.Tensor]:
     ]
 
 
-def _update(model: keras.Model, batch: Any, split: Split, two_pass: bool) -> None:
-    optimizer, first = model.optimizer, True
-    if isinstance(optimizer, GradientAccumulationOptimizer):
-        optimizer.scale_for(model)
-        first = tf.equal(optimizer.micro_step, 0)
-    begin_windows(model, first)
-    if two_pass:
-        window = accumulate_coupled(model, batch, split)
-        track_loss(model, window.loss, rows_of(batch))
-    else:
-        with tracked_apart(model) as track:
-            window = accumulate_model(model, batch, split)
-        track(window.loss, window.parts, rows_of(batch))
-    update(model, window)
-
-
 def accumulate_model(model: keras.Model, batch: Any, split: Split) -> Window:
     """The loss and the gradients of `model` for `batch`; its metrics are updated."""
     terms, optimizer = probe(model, batch), model.optimizer
-    accumulates = isinstance(optimizer, GradientAccumulationOptimizer)
-    if accumulates and optimizer.reduction == "mean":
+    if _accumulates(optimizer) and optimizer.reduction == "mean":
         check_mean(terms)
-    totals = _totals(model, batch, split, terms)
+    rows, totals = _denominators(model, batch, split, terms)
     window = accumulate(
-        _loss_function(model, batch, totals),
+        _loss_function(model, rows, totals),
         model.trainable_weights,
         batch,
         split,
         scale_loss=optimizer.scale_loss,
         parts=len(terms),
+        divisor_of=_divisor(model, rows),
     )
+    if _hook(model) is not None and _divides_together(model):
+        # Losses are logged by samples, on each replica by its own.
+        own = window.weight * tf.math.divide_no_nan(rows, window.divisor)
+        own = tf.math.divide_no_nan(own, tf.cast(rows_of(batch), "float32"))
+        window = window._replace(
+            loss=window.loss * own, parts=[part * own for part in window.parts]
+        )
     if len(terms) == len(totals) == 1:
         # What a further window, in the optimizer, has to weigh this one by.
         window = window._replace(weight=totals[0])
     return window
 
 
+def _accumulates(optimizer: keras.optimizers.Optimizer) -> bool:
+    return isinstance(optimizer, GradientAccumulationOptimizer)
+
+
+def _divides_together(model: keras.Model) -> bool:
+    """Whether gradients are divided by what all replicas hold, and reduced at once."""
+    return _replica.count() > 1 and not _accumulates(model.optimizer)
+
+
+def _divisor(
+    model: keras.Model, rows: tf.Tensor
+) -> Callable[[tf.Tensor], tf.Tensor] | None:
+    """From the weight of a replica's micro-batches to what to divide its gradients by."""
+    if _replica.count() == 1:
+        return None
+    if _accumulates(model.optimizer):
+        # As Keras's losses make them: the mean, divided by the number of replicas.
+        return lambda weight: weight * _replica.count()
+    if _hook(model) is None:
+        return lambda _: rows
+    return lambda weight: _replica.sum_over_replicas([weight])[0]
+
+
 def update(model: keras.Model, window: Window) -> None:
     """Apply the gradients of a window; one in an `AccumOptimizer` is weighted by it."""
-    if not model.trainable_weights:
+    optimizer, variables = model.optimizer, model.trainable_weights
+    if not variables:
         warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return
-    weight = {}
-    if isinstance(model.optimizer, GradientAccumulationOptimizer):
-        weight = {"weight": window.weight}
-    model.optimizer.apply(window.gradients, model.trainable_weights, **weight)
+    gradients = _agreed(window.gradients, variables)
+    if _accumulates(optimizer):
+        optimizer.apply(gradients, variables, weight=window.weight)
+        return
+    given = [i for i, g in enumerate(gradients) if g is not None]
+    reduced = _replica.sum_over_replicas([gradients[i] for i in given])
+    held = dict(zip(given, reduced))
+    apply_reduced(optimizer, [held.get(i) for i in range(len(variables))], variables)
+    _replica.together(lambda: overwrite_by_averages(optimizer))
+
+
+def _agreed(
+    gradients: list[tf.Tensor | None], variables: list[keras.Variable]
+) -> list[tf.Tensor | None]:
+    """`gradients`, with zeros in place of None where another replica has a gradient.
+
+    In eager mode a replica without any sample has none. In a graph all trace the same.
+    """
+    if _replica.count() == 1 or not tf.executing_eagerly():
+        return gradients
+    given = tf.constant([float(g is not None) for g in gradients])
+    (somewhere,) = _replica.sum_over_replicas([given])
+    return [
+        tf.zeros(v.shape, sum_dtype(v, None)) if g is None and anywhere else g
+        for g, v, anywhere in zip(gradients, variables, somewhere.numpy() > 0)
+    ]
 
 
 def probe(model: keras.Model, batch: Any) -> list[LossTerm]:
@@ -131,7 +200,8 @@ def probe(model: keras.Model, batch: Any) -> list[LossTerm]:
     def terms_of(micro_batch: Any) -> None:
         found.extend(_terms(model, micro_batch))
 
-    if tf.executing_eagerly():
+    # Of no samples, as a replica may have, Keras computes no loss: traced, of any number.
+    if tf.executing_eagerly() and rows_of(batch) > 0:
         terms_of(take(batch, 0, 1))
     else:
         specs = tf.nest.map_structure(_spec, batch, expand_composites=False)
@@ -147,7 +217,9 @@ def probe(model: keras.Model, batch: Any) -> list[LossTerm]:
 
 
 def _spec(leaf: Any) -> Any:
-    return None if leaf is None else tf.type_spec_from_value(leaf)
+    if leaf is None or not isinstance(leaf, tf.Tensor):
+        return leaf if leaf is None else tf.type_spec_from_value(leaf)
+    return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
 
 
 def _terms(model: keras.Model, micro_batch: Any) -> list[LossTerm]:
@@ -163,15 +235,14 @@ def _terms(model: keras.Model, micro_batch: Any) -> list[LossTerm]:
 
 
 def _loss_function(
-    model: keras.Model, batch: Any, totals: dict[int, tf.Tensor]
-) -> Callable[[Any, tf.Tensor], tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]]:
+    model: keras.Model, rows: tf.Tensor, totals: dict[int, tf.Tensor]
+) -> LossFunction:
     """From a micro-batch and its samples to its loss, its weight, and its loss terms."""
-    hook = getattr(model, "compute_loss_weight", None)
-    rows = tf.cast(rows_of(batch), "float32")
+    hook = _hook(model)
 
     def loss_of(micro_batch: Any, micro_rows: tf.Tensor) -> Any:
         x, y, sample_weight = micro_batch
-        weight = tf.cast(micro_rows, "float32")
+        inverse = rows / tf.cast(micro_rows, "float32")
         met: list[LossTerm] = []
         values: list[tf.Tensor] = []
 
@@ -179,7 +250,7 @@ def _loss_function(
             *described, loss = reduced
             term = describe(*described)
             if hook is None:
-                factor = _factor(term, rows / weight, totals.get(len(met)))
+                factor = _factor(term, inverse, totals.get(len(met)))
                 loss *= tf.cast(factor, loss.dtype)
             met.append(term)
             values.append(loss)
@@ -190,9 +261,7 @@ def _loss_function(
             loss = compute_loss(model, x, y, y_pred, sample_weight)
         model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         pool_calls(model)
-        if hook is not None:
-            weight = tf.cast(hook(x, y, y_pred, sample_weight), "float32")
-        return loss, weight, values
+        return loss, hook and hook(x, y, y_pred, sample_weight), values
 
     return loss_of
 
@@ -206,20 +275,29 @@ def _factor(term: LossTerm, inverse: tf.Tensor, total: tf.Tensor | None) -> Any:
     return inverse * tf.math.divide_no_nan(term.weight, total)
 
 
-def _totals(
+def _hook(model: keras.Model) -> Callable[..., Any] | None:
+    """What the user has defined to say what a loss of the user's was divided by."""
+    return getattr(model, "compute_loss_weight", None)
+
+
+def _denominators(
     model: keras.Model, batch: Any, split: Split, terms: list[LossTerm]
-) -> dict[int, tf.Tensor]:
-    """W_o above for the terms that need it, by their index."""
-    if hasattr(model, "compute_loss_weight"):
-        return {}
-    warn_if_unknown(terms, _BY_SAMPLES)
+) -> tuple[tf.Tensor, dict[int, tf.Tensor]]:
+    """N above, and W_o for the terms that need it, by their index."""
+    rows = tf.cast(rows_of(batch), "float32")
     weighted = [i for i, term in enumerate(terms) if term.weighted]
-    if not weighted:
-        return {}
+    if _hook(model) is None:
+        warn_if_unknown(terms, _BY_SAMPLES)
+    else:
+        weighted = []
 
     def step(micro_batch: Any, rows: tf.Tensor, totals: Any) -> Any:
         terms = _terms(model, micro_batch)
         return [total + terms[i].weight for total, i in zip(totals, weighted)]
 
-    totals = for_each_micro_batch(step, batch, [tf.zeros(())] * len(weighted), split)
-    return dict(zip(weighted, totals))
+    totals = [tf.zeros(())] * len(weighted)
+    if weighted:
+        totals = for_each_micro_batch(step, batch, totals, split)
+    if _divides_together(model):
+        rows, *totals = _replica.sum_over_replicas([rows, *totals])
+    return rows, dict(zip(weighted, totals))

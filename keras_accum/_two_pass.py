@@ -11,6 +11,10 @@ predictions alone, which are small. So:
 As gradient caching does for retrieval (Gao et al., 2021, "Scaling Deep Contrastive
 Learning Batch Size under Memory Limited Setup"). The first pass runs on a copy of the
 state: the second draws the same random numbers, and moves statistics once.
+
+On several replicas, the predictions, targets and sample weights of all are gathered on
+each before 2, once per step: the loss sees the effective batch. It costs their memory,
+times the number of replicas, and the loss is computed on each replica.
 """
 
 from typing import Any
@@ -18,6 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from . import _replica
 from ._accumulate import Window, accumulate
 from ._batch_norm import forget_calls, pool_calls
 from ._keras_private import (
@@ -33,24 +38,31 @@ from ._loss import record_terms
 
 
 def accumulate_coupled(model: keras.Model, batch: Any, split: Split) -> Window:
-    """The loss and the gradients of `model` for `batch`, whatever its loss couples."""
+    """The loss and the gradients of `model` for `batch`, whatever its loss couples.
+
+    On several replicas the loss sees the samples of all of them. The gradients of each
+    are its part of a sum over replicas.
+    """
     x, y, sample_weight = batch
-    variables = model.trainable_weights
+    variables, replicas = model.trainable_weights, _replica.count()
     scale = model.optimizer.scale_loss
     y_pred = predict(model, x, split)
     forget_calls(model)
     forget_call_losses(model)
-    outputs = tf.nest.flatten(y_pred)
+    seen = _of_all_replicas(model, x, y, y_pred, sample_weight)
+    outputs = tf.nest.flatten(seen[2])
     with tf.GradientTape() as tape:
         tape.watch(outputs)
         with record_terms():  # Nobody else is to listen: this is no micro-batch.
-            loss = compute_loss(model, x, y, y_pred, sample_weight)
+            loss = compute_loss(model, *seen)
         target = scale(loss)
     values = [v.value for v in variables]
     cotangents, direct = tape.gradient(target, (outputs, values))
     model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
-    rows = tf.cast(rows_of(batch), "float32")
+    all_rows = tf.cast(rows_of(outputs), "float32")
+    own_rows = rows_of(batch)
+    cotangents = take(cotangents, _replica.first_row(own_rows), own_rows)
 
     def loss_of(micro_batch: Any, micro_rows: tf.Tensor) -> Any:
         x, cotangents = micro_batch
@@ -61,15 +73,40 @@ def accumulate_coupled(model: keras.Model, batch: Any, split: Split) -> Window:
             for p, c in zip(predictions, cotangents)
             if c is not None
         ]
-        share = tf.cast(micro_rows, "float32") / rows
+        share = tf.cast(micro_rows, "float32") / all_rows
         added = [tf.reduce_sum(tf.cast(v, "float32")) * share for v in call_losses(model)]
         extra = tf.add_n(added) if added else tf.zeros(())
-        return tf.add_n([*carried, scale(extra)]), tf.ones(()), [extra]
+        return tf.add_n([*carried, scale(extra)]), None, [extra]
 
     window = accumulate(loss_of, variables, (x, cotangents), split, "sum", parts=1)
+    # What does not pass through the predictions is the same on all replicas.
+    direct = [d if d is None else tf.convert_to_tensor(d) / replicas for d in direct]
     gradients = [_sum(g, d) for g, d in zip(window.gradients, direct)]
-    loss = tf.cast(loss, "float32") + window.parts[0]
-    return Window(loss, gradients, rows, [])
+    part = tf.math.divide_no_nan(all_rows, tf.cast(own_rows, "float32"))
+    loss = tf.cast(loss, "float32") + window.parts[0] * part
+    return Window(loss, gradients, all_rows / replicas, [], all_rows)
+
+
+def _of_all_replicas(
+    model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any
+) -> tuple[Any, Any, Any, Any]:
+    """The arguments of `compute_loss`, with the samples of all replicas.
+
+    Inputs are gathered for an overridden `compute_loss` alone: Keras's does not use them.
+    """
+    if type(model).compute_loss is not keras.Model.compute_loss:
+        x = tf.nest.map_structure(_gather, x)
+    y, y_pred, sample_weight = tf.nest.map_structure(_gather, (y, y_pred, sample_weight))
+    return x, y, y_pred, sample_weight
+
+
+def _gather(tensor: Any) -> Any:
+    if tensor is None or _replica.count() == 1:
+        return tensor
+    mask = keras_mask(tensor)
+    if mask is not None:
+        mask = _replica.concatenate(mask)
+    return with_keras_mask(_replica.concatenate(tensor), mask)
 
 
 def predict(model: keras.Model, x: Any, split: Split) -> Any:
@@ -133,7 +170,7 @@ def _describe(model: keras.Model, x: Any) -> tuple[list, _Masks, list[keras.Vari
             ]
         return [tf.shape(tensor)[1:] for tensor in found["all"]]
 
-    one = take(x, 0, 1)
+    one = take(x, 0, tf.minimum(1, rows_of(x)))
     if tf.executing_eagerly():
         shapes = look(one)
     else:
@@ -148,8 +185,7 @@ def _describe(model: keras.Model, x: Any) -> tuple[list, _Masks, list[keras.Vari
     return list(zip(found["all"], shapes)), found["masks"], found["moved"]
 
 
-def _sum(gradient: tf.Tensor | None, direct: Any) -> tf.Tensor | None:
+def _sum(gradient: tf.Tensor | None, direct: tf.Tensor | None) -> tf.Tensor | None:
     if direct is None:
         return gradient
-    direct = tf.convert_to_tensor(direct)
     return direct if gradient is None else gradient + tf.cast(direct, gradient.dtype)

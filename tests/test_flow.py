@@ -8,8 +8,8 @@ import pytest
 import keras_accum
 
 ROWS = [
-    {"_control", "_gradients", "_clipping", "_window", "_replica", "_keras_private"}
-    | {"_shadow"},
+    {"_keras_private"},
+    {"_control", "_gradients", "_clipping", "_window", "_replica", "_shadow"},
     {"_nest"},
     {"_passes"},
     {"_accumulator", "_arguments", "_checkpoint", "_loop", "_loss", "_batch_norm"}

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import assert_close, data, dense_model
+from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.losses import loss as keras_loss
+from keras.src.trainers import compile_utils
 from keras.src.trainers.trainer import Trainer
 from tensorflow.python.eager import context
 
@@ -81,12 +83,163 @@ def test_xla_is_noticed_while_tracing(compiled):
     assert private.compiled_by_xla() is False
 
 
-def test_optimizers_reduce_gradients_in_a_method_that_can_be_shadowed():
-    optimizer = keras.optimizers.SGD()
-    assert parameters(optimizer._all_reduce_sum_gradients) == ["grads_and_vars"]
-    private.leave_reduction_to_caller(optimizer)
+def test_optimizers_leave_to_the_caller_what_they_do_across_replicas():
+    """Entered twice, as two replicas do in turns: the last to leave restores."""
+    optimizer = keras.optimizers.SGD(use_ema=True, ema_overwrite_frequency=3)
+    reduce = optimizer._all_reduce_sum_gradients
+    assert parameters(reduce) == ["grads_and_vars"]
     pairs = [(tf.constant(1.0), keras.Variable(1.0))]
+    first, second = (private.replicas_left_to_caller(optimizer) for _ in range(2))
+    with first:
+        second.__enter__()
     assert optimizer._all_reduce_sum_gradients(iter(pairs)) == pairs
+    assert optimizer.ema_overwrite_frequency is None
+    second.__exit__(None, None, None)
+    assert optimizer._all_reduce_sum_gradients == reduce
+    assert optimizer.ema_overwrite_frequency == 3
+
+
+def test_the_parts_of_an_optimizer_are_found_inside_of_wrappers():
+    sgd, adam = keras.optimizers.SGD(), keras.optimizers.Adam()
+    assert private._parts(keras.optimizers.LossScaleOptimizer(sgd)) == [sgd]
+    assert private._parts(adam) == [adam]
+
+
+def test_averages_overwrite_weights_in_a_method_of_the_optimizer():
+    weights = keras.Variable([1.0, 2.0])
+    optimizer = keras.optimizers.SGD(
+        1.0, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+    )
+    optimizer.build([weights])
+    for due in (False, True):
+        with private.replicas_left_to_caller(optimizer):
+            optimizer.apply([tf.constant([1.0, 1.0])], [weights])
+        ((is_due, overwrite),) = private.overwriting_by_averages(optimizer)
+        assert bool(is_due) is due
+    (average,) = optimizer._model_variables_moving_average
+    before = weights.numpy()
+    overwrite()
+    np.testing.assert_array_equal(weights.numpy(), average.numpy())
+    assert (before != weights.numpy()).all()
+
+
+def test_keras_divides_losses_by_the_replicas_in_functions_of_one_module():
+    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
+        assert parameters(getattr(keras_loss, name)) == ["value"]
+    source = inspect.getsource(keras_loss.reduce_values)
+    assert "scale_loss_for_distribution(" in source
+    for trainer in (tf_trainer, compile_utils):
+        source = inspect.getsource(trainer)
+        assert "loss_module.unscale_loss_for_distribution(" in source
+        assert "import scale_loss_for_distribution" not in source
+
+
+def test_keras_builds_and_logs_under_strategies_where_they_are_mended():
+    build = tf_trainer.TensorFlowTrainer._maybe_symbolic_build
+    assert parameters(build) == ["self", "iterator", "data_batch"]
+    assert parameters(tf_trainer.reduce_per_replica) == [
+        "values",
+        "strategy",
+        "reduction",
+    ]
+    source = inspect.getsource(tf_trainer.TensorFlowTrainer)
+    assert "= reduce_per_replica(" in source
+    assert "self._maybe_symbolic_build(iterator=epoch_iterator)" in source
+    assert parameters(tf_trainer._collective_all_reduce_multi_worker) == ["strategy"]
+
+
+# --- What recomputation needs.
+
+
+def test_variables_and_scopes_can_be_read():
+    variable = keras.Variable(2.0)
+    frozen = keras.Variable(2.0, trainable=False)
+    assert float(private.read(variable)) == 2.0
+    assert private.is_watched(variable) and not private.is_watched(frozen)
+    assert private.current_scope() is None and not private.is_symbolic()
+    with keras.StatelessScope([(variable, tf.constant(3.0))]) as scope:
+        assert private.current_scope() is scope
+        assert float(variable.value) == 3.0
+        # The name by which the passes of `_passes` are found to read and write.
+        assert scope.get_current_value(variable) is scope.state_mapping[id(variable)]
+        variable.assign(4.0)
+        assert float(scope.get_current_value(variable)) == 4.0
+    assert float(private.read(variable)) == 2.0
+    with keras.SymbolicScope():
+        assert private.is_symbolic()
+
+
+def test_the_context_of_a_call_can_be_saved_and_restored():
+    class Seen(keras.layers.Layer):
+        def call(self, inputs):
+            saved.append(private.save_context())
+            seen.append(private.inherited("training"))
+            return inputs
+
+    saved, seen = [], []
+    model = keras.Sequential([keras.Input((2,)), Seen(dtype="mixed_float16")])
+    model(np.ones((1, 2)), training=True)
+    assert seen[-1] is True
+    variable = keras.Variable(1.0)
+    with saved[-1]():
+        assert private.inherited("training") is True
+        assert variable.value.dtype == tf.float16
+    assert private.inherited("training") is None
+    assert variable.value.dtype == tf.float32
+
+
+def test_tapes_can_be_asked_and_paused():
+    x = tf.constant(3.0)
+    assert not private.could_record()
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        assert private.could_record() and private.is_recorded([x])
+        with private.unrecorded():
+            y = x * 2
+        assert not private.is_recorded([y])
+        stand_in = private.stand_in(tf.constant(7.0), x * 5)
+    assert float(stand_in) == 7.0 and float(tape.gradient(stand_in, x)) == 5.0
+
+
+def test_losses_of_a_scope_have_an_owner():
+    class Adds(keras.layers.Layer):
+        def call(self, inputs):
+            self.add_loss(keras.ops.sum(inputs))
+            return inputs
+
+    layers = [Adds(), Adds()]
+    with keras.StatelessScope(collect_losses=True) as scope:
+        layers[1](tf.ones(3))
+    assert private.take_loss(layers, scope.losses[0]) is layers[1]
+    assert not layers[1]._loss_ids
+
+
+def test_layers_keep_logits_build_and_arguments_where_they_are_looked_for():
+    probabilities = keras.activations.softmax(tf.constant([[1.0, 2.0]]))
+    logits = private.keras_logits(probabilities)
+    assert logits.numpy().tolist() == [[1.0, 2.0]]
+    assert private.with_keras_logits(tf.ones(2), logits)._keras_logits is logits
+    dense = keras.layers.Dense(3)
+    assert private.has_build(dense) and not private.has_build(keras.layers.Flatten())
+    private.build_by_call(dense, tf.ones((2, 4)))
+    assert dense.kernel.shape == (4, 3)
+    assert private.call_method(dense) == "call"
+    assert not private.is_in_remat_scope(dense)
+    wrapper = keras.layers.Wrapper(keras.layers.Dropout(0.5))
+    private.take_arguments(wrapper, wrapper.layer)
+    assert wrapper.call_signature_parameters == ["inputs", "training"]
+
+
+def test_a_graph_of_layers_can_be_taken_apart():
+    model = dense_model()
+    assert private.graph_of(model) is model
+    sequential = keras.Sequential([keras.Input((5,)), model])
+    graph = private.graph_of(sequential)
+    assert [node.operation for node in private.nodes_of(graph)] == [model]
+    assert private.graph_of(keras.Sequential()) is None
+    assert private.children(sequential)[-1] is model
+    # What `_segments` replaces, and how Keras calls it.
+    assert parameters(graph._run_through_graph) == ["inputs", "operation_fn", "call_fn"]
 
 
 def test_the_compiler_tells_the_memory_of_a_program():

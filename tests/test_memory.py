@@ -58,8 +58,14 @@ def test_a_micro_step_in_a_graph_needs_what_a_plain_one_does():
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
-def test_an_update_under_xla_needs_less_than_one_copy_for_the_time_of_the_step(name):
-    # The norm of the mean is read while the parameters change: XLA copies for it.
+def test_an_update_under_xla_needs_no_second_copy(name):
     parameters = model_of().count_params() * 4 / MIB
     plain = max(peaks(keras.optimizers.get(name), xla=True))
-    assert max(peaks(ka.AccumOptimizer(name, 2), xla=True)) < plain + 1.1 * parameters
+    assert max(peaks(ka.AccumOptimizer(name, 2), xla=True)) < plain + 0.1 * parameters
+
+
+def test_keras_itself_needs_one_under_xla():
+    parameters = model_of().count_params() * 4 / MIB
+    plain = max(peaks(keras.optimizers.Adam(), xla=True))
+    builtin = keras.optimizers.Adam(gradient_accumulation_steps=2)
+    assert max(peaks(builtin, xla=True)) > plain + 0.5 * parameters

@@ -4,6 +4,8 @@ The oracle is the plain model, from the same seed. The controls are `keras.remat
 same model, and passes that do not share what they have to.
 """
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -109,7 +111,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way, mode",
+    [
+        *itertools.product(WAYS, ["eager", "graph"]),
+        *itertools.product(["blocks", "segments", "kept"], ["xla"]),
+    ],
+)
 def test_a_step_is_that_of_the_plain_model(way, mode):
     model, plain = assert_trains_alike(WAYS[way], model_of, mode=mode)
     # It did train, and its state did move.
@@ -232,6 +240,7 @@ def test_keras_21207_keyword_arguments_in_a_graph():
     assert_close(tf.function(step.python_function)(*arguments), expected)
 
 
+@pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_transformers_21381_frozen_first_layers_leave_the_others_their_gradients(mode):
     def frozen(make):
         def made():
@@ -379,10 +388,11 @@ def masked_model():
 TOKENS = np.random.default_rng(3).integers(0, 3, (10, 6)).astype("int32")
 
 
-@pytest.mark.parametrize("way", ["block_*", None])
+# Not under XLA, where Keras's GRU does not take a mask.
+@pytest.mark.parametrize(
+    "way, mode", [("block_*", "eager"), (None, "eager"), (None, "graph")]
+)
 def test_masks_travel_through(way, mode):
-    if mode == "xla":
-        pytest.skip("The mask of a GRU does not compile in Keras.")
     how = {"select": way} if way else {"segments": 3}
     make, arrays = switched(make=masked_model, **how), (TOKENS, Y[:10])
     assert_trains_alike(make, masked_model, arrays, mode, rtol=2e-6)
@@ -438,6 +448,7 @@ def test_a_layer_of_its_own_precision_inside_of_another():
     assert_trains_alike(switched("block_*", make=make), make)
 
 
+@pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_nested_blocks(mode):
     def make():
         keras.utils.set_random_seed(5)
@@ -502,6 +513,7 @@ def test_a_softmax_at_the_end_of_a_block_gives_the_loss_its_logits(mode):
     )
 
 
+@pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_gradients_of_gradients(mode):
     """A penalty on the gradient by the inputs, as adversarial training has it."""
 

@@ -546,3 +546,73 @@ def test_a_cell_inside_of_its_own_loop():
     ka.recompute(model, "gru")
     for found, expected in zip(gradients(model, x), gradients(recurrent(), x)):
         assert_close(found, expected)
+
+
+def test_a_call_that_is_compiled_by_itself():
+    class Compiled(layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.dense = layers.Dense(8)
+
+        def build(self, input_shape):
+            self.dense.build(input_shape)
+
+        @tf.function
+        def call(self, inputs):
+            return self.dense(inputs)
+
+    model = keras.Sequential([keras.Input((8,)), Compiled(name="own"), layers.Dense(3)])
+    ka.recompute(model, "own")
+    refused(
+        lambda: gradients(model),
+        "'own' in 'own' has a call that is a `tf.function`: it would remember the "
+        "weights of the first pass as constants. Leave the decorator out; Keras compiles "
+        "the whole training step.",
+    )
+
+
+def test_a_call_for_eager_mode_alone():
+    def python(layer, x):
+        return x * 2 if float(tf.reduce_sum(x)) > 0 else x
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.held, self.last = Holds(python), layers.Dense(3)
+
+        def call(self, inputs):
+            return self.last(self.held(inputs))
+
+    model = Own()
+    model(X)
+    found = gradients(model)
+    ka.recompute(model, "held")
+    assert_equal(gradients(model)[1], found[1])
+
+
+def test_kept_layers_inside_of_blocks_inside_of_blocks():
+    def make():
+        keras.utils.set_random_seed(5)
+        stack = [layers.Dense(8, name=f"dense_{i}") for i in range(3)]
+        inner = keras.Sequential(stack[:2], name="inner")
+        outer = keras.Sequential([inner, stack[2]], name="outer")
+        return keras.Sequential([keras.Input((8,)), outer, layers.Dense(3)])
+
+    model = make()
+    ka.recompute(model, "inner")
+    ka.recompute(model, "outer", keep=["dense_1", "dense_2"])
+    for mode in ("eager", "graph"):
+        expected = gradients(make(), mode=mode)[1]
+        assert_close(gradients(model, mode=mode)[1], expected)
+
+
+def test_an_assignment_to_what_is_frozen_is_one_to_a_weight():
+    def assigns(layer, x):
+        layer.memory.assign(layer.memory * 0.5)
+        return x + layer.memory
+
+    inner = keras.Sequential([keras.Input((8,)), Holds(assigns), layers.Dense(3)])
+    ka.recompute(inner, "held")
+    inner.get_layer("held").trainable = False
+    with pytest.raises(ValueError, match="assigns to trainable weights"):
+        gradients(inner)

@@ -1,0 +1,74 @@
+"""The examples run, and print what they are to show."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("tensorflow_datasets")
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+SECONDS = 300
+
+
+def run(script, *options, code=0):
+    """Run an example; raise unless it ends with `code`. Returns what it printed."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
+    environment.pop("TF_CONFIG", None)
+    ended = subprocess.run(
+        [sys.executable, str(EXAMPLES / script), *map(str, options)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env=environment,
+    )
+    printed = ended.stdout + ended.stderr
+    assert ended.returncode == code, printed[-4000:]
+    return printed
+
+
+def assert_compared(printed, first=1):
+    """Raise unless a comparison was printed, from epoch `first`, of what was trained."""
+    row = r"{} +(\S+) +(\S+)"
+    assert re.search(row.format("weights +after epoch"), printed)[1] == str(first)
+    apart, moved = (
+        [float(value) for value in re.search(row.format(name), printed).groups()]
+        for name in ("largest difference", "largest move since the start")
+    )
+    # The control: a run that does not train agrees too.
+    assert max(apart) < 1e-5 and min(moved) > 1e-2
+    assert "Checked: the weights differ by" in printed
+
+
+@pytest.mark.parametrize("route", ["optimizer", "step"])
+def test_train_multi_gpu(route):
+    options = ["--devices", "cpu:2", "--route", route, "--epochs", 2]
+    printed = run("train_multi_gpu.py", *options)
+    assert "16 samples x 4 accum_steps x 2 replicas = effective batch 128" in printed
+    assert_compared(printed)
+
+
+def test_train_multi_gpu_takes_whole_micro_batches_only():
+    options = ["--devices", "cpu:3", "--micro-batch-size", 16]
+    printed = run("train_multi_gpu.py", *options, code=1)
+    assert printed.rstrip().endswith(
+        "--batch-size 128 is not a multiple of --micro-batch-size 16 x 3 replicas: an "
+        "update takes whole micro-batches, as many on each replica. Use --batch-size 144."
+    )
+    printed = run("train_multi_gpu.py", "--devices", "tpu:2", code=1)
+    assert "--devices tpu:2 is not auto, cpu:2, gpu:4 or the like." in printed
+
+
+def test_train_multi_worker_resumes_after_a_worker_was_lost(tmp_path):
+    backup = tmp_path / "backup"
+    options = ["--epochs", 3, "--backup-dir", backup]
+    printed = run("train_multi_worker.py", *options, "--lose-worker", 2, code=1)
+    assert "The workers ended with the codes [1, 1]. The same command resumes." in printed
+    assert "Checked" not in printed and backup.exists()
+    printed = run("train_multi_worker.py", *options)
+    assert "16 samples x 4 accum_steps x 2 replicas = effective batch 128" in printed
+    assert_compared(printed, first=2)
+    assert "Epoch 1/3" not in printed and not backup.exists()
