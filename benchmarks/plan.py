@@ -39,6 +39,7 @@ import tensorflow as tf
 from common import (
     Arrays,
     Workload,
+    cpu_seconds,
     format_table,
     in_own_process,
     make_model,
@@ -218,14 +219,12 @@ def prepare(case: Case) -> tuple[keras.Model, Any]:
     return model, case.workload.sample(rows, np.random.default_rng(0))
 
 
-def peaks_of_all(case: Case, options: Sequence[Any]) -> dict[Kind, int]:
-    """The peak of every divisor."""
+def peaks_of(case: Case, kinds: Sequence[Kind]) -> dict[Kind, int]:
+    """The peak of each kind of step."""
     model, samples = prepare(case)
-    batch, rows = _batch(samples, None, 1)
+    batch, _ = _batch(samples, None, 1)
     with untouched(model):
         meter = Meter(model, batch, _switch_on)
-        kinds = [(size, option) for option in options for size in candidates(rows)]
-        kinds = [(size, option) for size, option in kinds if 32 * size >= rows]
         return {kind: meter.measure(*kind, timed=False).peak_bytes for kind in kinds}
 
 
@@ -246,11 +245,15 @@ def seconds_of(case: Case, kinds: Sequence[Kind]) -> dict[Kind, float]:
 def measure_plan(case: Case, budget: int, recompute: Any) -> dict[str, Any]:
     """A plan, and how long it took to make it."""
     model, samples = prepare(case)
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), cpu_seconds()
     plan = keras_accum.plan(
         model, samples, memory_budget=budget, recompute=recompute, verbose=0
     )
-    return {**plan.to_dict(), "planning_seconds": time.perf_counter() - start}
+    return {
+        **plan.to_dict(),
+        "planning_seconds": time.perf_counter() - start,
+        "planning_cpu_seconds": cpu_seconds() - cpu,
+    }
 
 
 def count_memory(case: Case, size: int, recompute: Any) -> tuple[int, int]:
@@ -311,11 +314,37 @@ def counted(case: Case, plan: dict[str, Any], library: Path) -> tuple[int, int]:
         os.environ.pop("LD_PRELOAD", None)
 
 
+def run_plan(case: Case, library: Path) -> dict[str, Any]:
+    """A plan, and what it needs, without the search of all sizes."""
+    rows = case.workload.micro_batch
+    quarter = in_own_process(peaks_of, case, [(rows // 4, False)])
+    budget = int(quarter[rows // 4, False] * 1.02)
+    plan = in_own_process(measure_plan, case, budget, False)
+    return {**report(case, budget, plan, library), "best": None}
+
+
+def report(
+    case: Case, budget: int, plan: dict[str, Any], library: Path
+) -> dict[str, Any]:
+    """A plan beside what it is counted to need."""
+    needed, highest = counted(case, plan, library)
+    held = sum(plan["held"].values())
+    return {
+        "case": str(case),
+        "budget": budget,
+        "plan": plan,
+        "counted": needed + held,
+        "counted_highest": highest + held,
+    }
+
+
 def run_case(case: Case, library: Path) -> dict[str, Any]:
     """Everything about one case."""
-    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if case.xla else "1"
+    rows = case.workload.micro_batch
     options = [False, "segments=sqrt"] if case.joint else [False]
-    peaks = in_own_process(peaks_of_all, case, options)
+    divisors = [size for size in candidates(rows) if 32 * size >= rows]
+    kinds = [(size, option) for option in options for size in divisors]
+    peaks = in_own_process(peaks_of, case, kinds)
     plain = [kind for kind in peaks if not kind[1]]
     sizes = [size for size, _ in plain]
     if case.joint:
@@ -331,15 +360,9 @@ def run_case(case: Case, library: Path) -> dict[str, Any]:
     timed = {*fitting, chosen, *([best_plain] if best_plain else [])}
     seconds = in_own_process(seconds_of, case, sorted(timed, key=str))
     best = min(fitting, key=seconds.__getitem__)
-    needed, highest = counted(case, plan, library)
-    held = sum(plan["held"].values())
     return {
-        "case": str(case),
+        **report(case, budget, plan, library),
         "joint": case.joint,
-        "budget": budget,
-        "plan": plan,
-        "counted": needed + held,
-        "counted_highest": highest + held,
         "best": best,
         "apart": abs(sizes.index(best[0]) - sizes.index(chosen[0])),
         "slower": seconds[chosen] / seconds[best],
@@ -360,17 +383,18 @@ def row(found: dict[str, Any]) -> list[str]:
     def kind(size: int, recompute: Any) -> str:
         return f"{size}, recomputed" if recompute else str(size)
 
-    versus = found["versus_plain"]
+    best, versus = found["best"], found.get("versus_plain")
     return [
         found["case"],
         f"{found['budget'] / MIB:.1f}",
         kind(plan["micro_batch_size"], plan["recompute"]),
-        kind(*found["best"]),
-        f"{found['slower']:.2f}",
+        "-" if best is None else kind(*best),
+        "-" if best is None else f"{found['slower']:.2f}",
         f"{counted_bytes / MIB:.1f}",
         off(plan["peak_bytes"]),
         off(plan["predicted_bytes"]),
-        f"{plan['planning_seconds']:.0f} of {max(30, 20 * plan['seconds']):.0f}",
+        f"{plan['planning_seconds']:.0f} ({plan['planning_cpu_seconds']:.0f} CPU) of "
+        f"{max(30, 20 * plan['seconds']):.0f}",
         "-" if versus is None else f"{versus:.2f}",
     ]
 
@@ -404,6 +428,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--xla", nargs="+", choices=["on", "off"], default=["off", "on"])
     parser.add_argument("--joint", action="store_true", help="half of the memory")
+    parser.add_argument("--no-search", action="store_true", help="only the plan")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     cases = [
@@ -413,7 +438,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         library = compile_library(folder)
         for case in cases:
-            found.append(run_case(case, library))
+            os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if case.xla else "1"
+            run = run_plan if args.no_search else run_case
+            found.append(run(case, library))
             print(format_table(HEADER, [row(found[-1])]), flush=True)
             if args.json:
                 write_json(args.json, found)

@@ -4,16 +4,18 @@ A failure here names the part that has moved, before anything else fails for it.
 """
 
 import inspect
+import random
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import data, dense_model
+from helpers import assert_close, data, dense_model
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.losses import loss as keras_loss
 from keras.src.trainers import compile_utils
 from keras.src.trainers.trainer import Trainer
+from tensorflow.python.eager import context
 
 from keras_accum import _keras_private as private
 
@@ -239,3 +241,101 @@ def test_a_graph_of_layers_can_be_taken_apart():
     assert private.children(sequential)[-1] is model
     # What `_segments` replaces, and how Keras calls it.
     assert parameters(graph._run_through_graph) == ["inputs", "operation_fn", "call_fn"]
+
+
+def test_the_compiler_tells_the_memory_of_a_program():
+    weights = tf.Variable(tf.ones((256, 256)))
+
+    @tf.function(jit_compile=True)
+    def step(x):
+        # One temporary of the size of x, which a product cannot absorb.
+        weights.assign_sub(tf.matmul(tf.tanh(x), tf.tanh(x), transpose_a=True))
+        return tf.constant(0.0)
+
+    def needed(rows):
+        return private.compiled_bytes(step, tf.ones((rows, 256)))
+
+    # The update takes place, and the argument is the caller's: neither counts.
+    assert needed(4096) - needed(1024) == 3072 * 256 * 4
+    assert needed(1024) < 2 * 1024 * 256 * 4
+
+
+def test_the_limit_of_a_device_is_known():
+    assert private.device_limit("CPU:0") > 0
+    with pytest.raises(ValueError, match="There is no device 'GPU:7'"):
+        private.device_limit("GPU:7")
+
+
+def test_stand_ins_are_made_for_what_is_not_built_and_for_nothing_else():
+    model = dense_model()
+    metric = keras.metrics.MeanSquaredError()
+    model.compile("adam", loss="mae", loss_weights=0.5, metrics=[metric])
+    parts = private.unbuilt_parts(model)
+    assert set(parts) == {"optimizer", "_compile_loss", "_compile_metrics"}
+    assert parts["optimizer"].get_config() == model.optimizer.get_config()
+    vars(model).update(parts)
+    x, y = data(4)
+    logs = model.train_on_batch(x, y, return_dict=True)
+    assert set(logs) == {"loss", "mean_squared_error"}
+    expected = 0.5 * np.abs(dense_model().predict(x, verbose=0) - y).mean()
+    assert_close(logs["loss"], expected, rtol=1e-5)  # float32 sums in another order
+    assert private.unbuilt_parts(model) == {}
+
+
+def test_all_metrics_are_found_before_and_after_they_are_built():
+    model = dense_model()
+    metric = keras.metrics.MeanSquaredError()
+    model.compile("sgd", "mse", metrics=[metric], weighted_metrics=["mae"])
+    assert metric in private.all_metrics(model)
+    model.train_on_batch(*data(4))
+    names = [m.name for m in private.all_metrics(model)]
+    assert {"loss", "mean_squared_error"} <= set(names)
+
+
+def test_what_a_layer_passed_to_add_loss_is_in_these_containers():
+    class Adds(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(keras.ops.mean(x))
+            return x
+
+    model = keras.Sequential([keras.Input((3,)), Adds()])
+    model(np.ones((2, 3), "float32"))
+    assert sum(len(c) for c in private.call_traces(model) if isinstance(c, list)) == 1
+
+
+def test_the_state_of_layers_is_what_is_not_trained():
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(4, name="frozen"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+        ]
+    )
+    model.get_layer("frozen").trainable = False
+    model.compile("sgd", "mse", metrics=["mae"])
+    model.train_on_batch(np.ones((2, 5)), np.ones((2, 4)))
+    names = [v.path for v in private.state_of_layers(model)]
+    assert not any("frozen" in name for name in names)
+    assert sum("moving" in name for name in names) == 2
+    assert sum("seed" in name for name in names) >= 1
+
+
+def test_random_state_is_put_back():
+    tf.random.set_seed(1)
+    keras.random.uniform(())
+
+    def draw():
+        # The seed of TensorFlow's next eager operation: its kernels keep a state too,
+        # which nothing can put back.
+        return [
+            random.random(),
+            float(np.random.random()),
+            context.internal_operation_seed(),
+            float(keras.random.uniform(())),
+        ]
+
+    with private.random_state_kept():
+        inside = draw()
+    assert draw() == inside
+    assert draw() != inside
