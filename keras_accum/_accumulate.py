@@ -76,6 +76,10 @@ def accumulate_gradients(
     once, and the activations of one micro-batch are in memory at a time. Build the model
     before: variables cannot be created in a loop.
 
+    Under a `tf.distribute` strategy, call it on each replica, with the samples there, and
+    pass `optimizer.apply(..., weight=...)` what they weigh. Keras's losses divide by the
+    number of replicas, as optimizers expect: divide a loss of your own likewise.
+
     Args:
         loss_fn: from a micro-batch, structured as `batch`, to its mean loss (a scalar),
             or to a pair of its mean loss and its weight: the denominator of that mean,
