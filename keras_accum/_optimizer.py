@@ -80,10 +80,10 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
     window; an overflow anywhere in it skips the whole window and halves the scale once;
     its growth counts updates.
 
-    Under a `tf.distribute` strategy each replica adds up for itself. At the end of a window
-    gradients and weights are reduced once, and the result is clipped and applied. A custom
-    loop passes gradients as Keras's losses make them: of a mean over the replica's samples,
-    divided by the number of replicas.
+    Under a `tf.distribute` strategy each replica adds up for itself. At the end of a
+    window gradients and weights are reduced once, and the result is clipped and applied.
+    A custom loop passes gradients as Keras's losses make them: of a mean over the samples
+    of the replica, divided by the number of replicas.
 
     Exactness: weights, slots and moving averages equal those of the large batch to
     float32 rounding (1e-6 relative) for linear optimizers. An optimizer that divides by
