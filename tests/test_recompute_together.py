@@ -101,6 +101,8 @@ def test_pooled_statistics_are_pooled_once():
         plain, _ = trained(make, "graph", **ROUTES[route])
         assert_close(state(found), state(plain), 2e-6)
         assert_close(found.get_weights(), plain.get_weights(), 2e-6)
+        # Recomputed, a call leaves nothing to be pooled later.
+        assert found.get_layer("block").layers[-1]._last.before is None
 
 
 def test_several_steps_per_execution():
