@@ -163,12 +163,12 @@ class Search:
                 break
         return low
 
-    def predict(self, size: int, without: int | None = None) -> int | None:
+    def predict(self, size: int) -> int | None:
         """The bytes of a size by a line through the two nearest that were measured."""
         known = [
             (t.micro_batch_size, t.peak_bytes)
             for t in self.trials.values()
-            if t.peak_bytes is not None and t.micro_batch_size != without
+            if t.peak_bytes is not None
         ]
         if len(known) < 2:
             return None
