@@ -15,7 +15,7 @@ import tensorflow as tf
 from ._accumulator import sum_dtype
 from ._arguments import check_option
 from ._gradients import Gradient, add, over, weigh
-from ._loop import Split, check_batch, for_each_micro_batch
+from ._loop import Split, check_batch, for_each_micro_batch, rows_of
 
 # From a micro-batch and its number of samples to a mean loss, its weight (None for the
 # number of samples), and further scalars to be averaged likewise.
@@ -162,14 +162,17 @@ def accumulate(
             tape.watch(values)
             loss, weight, others = loss_of(micro_batch, rows)
             loss = _scalar(loss)
-            # A share of the samples is never above 1, as the first micro-batch has most
-            # of them, nor 0: it goes to one scalar, instead of to all gradients.
+            # A share of the samples is never 0 nor above 1: it goes to one scalar, not to
+            # all gradients. In float16, they have the size of the large batch's then.
             early = weight is None and loss.dtype.size >= 4
             weight = tf.cast(rows if weight is None else weight, "float32")
             if reduction == "sum":
                 weight = tf.ones(())
-            # In units of the first weight, so that equal ones add gradients as they are.
-            unit = tf.where(tf.equal(unit, 0.0), weight, unit)
+            # Other weights are taken in units of the first: equal ones add gradients as
+            # they are.
+            whole = early and reduction == "mean"
+            first = tf.cast(rows_of(batch), "float32") if whole else weight
+            unit = tf.where(tf.equal(unit, 0.0), first, unit)
             share = tf.math.divide_no_nan(weight, unit)
             target = loss if scale_loss is None else scale_loss(loss)
             if early:

@@ -655,3 +655,30 @@ def test_a_refused_option_leaves_the_inner_optimizer_as_it_was():
             ka.AccumOptimizer(inner, 2, **options)
     assert inner.loss_scale_factor == 32.0
     assert_equal(state(inner), state(keras.optimizers.SGD(0.1)))
+
+
+def test_gradients_in_the_step_overflow_no_sooner_than_those_of_the_large_batch():
+    """A mean over 4 of 64 samples is differentiated as a sixteenth of the batch's."""
+    keras.config.set_dtype_policy("mixed_float16")
+    x, y = data(64)
+
+    def train(split, scale=2.0**14):
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dense(64, "tanh"), keras.layers.Dense(3)]
+        last = keras.layers.Activation("linear", dtype="float32")
+        model = keras.Sequential([keras.Input((5,)), *layers, last])
+        if split is not None:
+            ka.accumulate(model, **split)
+        model.compile(keras.optimizers.SGD(0.05), "mse", jit_compile=False)
+        model.optimizer.build(model.trainable_variables)
+        model.optimizer.dynamic_scale.assign(scale)
+        for _ in range(8):
+            model.train_on_batch(x, y * 30)
+        return model
+
+    large, ours = train(None), train({"micro_batch_size": 4})
+    assert float(large.optimizer.dynamic_scale) == 2.0**14
+    assert float(ours.optimizer.dynamic_scale) == 2.0**14
+    assert_close(ours.get_weights(), large.get_weights(), rtol=2e-3)
+    # The control: four times the scale is too much; a mean over 4 is 16 times as large.
+    assert float(train(None, 2.0**16).optimizer.dynamic_scale) < 2.0**16
