@@ -737,7 +737,7 @@ def apply_reduced(
 
     `overwrite_by_averages` has to follow, for all replicas together.
     """
-    if _replica.count() == 1:
+    if not _replica.distributed():
         optimizer.apply(gradients, variables)
         return
     with replicas_left_to_caller(optimizer):
@@ -746,7 +746,7 @@ def apply_reduced(
 
 def overwrite_by_averages(optimizer: keras.optimizers.Optimizer) -> None:
     """What `ema_overwrite_frequency` asks for, where Keras cannot do it by itself."""
-    if _replica.count() == 1:
+    if not _replica.distributed():
         return
     for due, overwrite, variables in overwriting_by_averages(optimizer):
 

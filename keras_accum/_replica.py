@@ -37,6 +37,11 @@ def on_each(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
+def distributed() -> bool:
+    """Whether there is a strategy, be it of one replica."""
+    return tf.distribute.has_strategy()
+
+
 def current() -> tf.distribute.Strategy:
     """The strategy that this is called in; the default one, of one replica, if none."""
     return tf.distribute.get_strategy()

@@ -165,9 +165,19 @@ def update(model: keras.Model, window: Window) -> None:
     if not variables:
         warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return
-    gradients = _agreed(window.gradients, variables)
+    # What does not read the gradients, as the count of updates, waits for the checks too.
+    with tf.control_dependencies([] if tf.executing_eagerly() else [window.loss]):
+        _apply(optimizer, _agreed(window.gradients, variables), variables, window.weight)
+
+
+def _apply(
+    optimizer: keras.optimizers.Optimizer,
+    gradients: list[tf.Tensor | None],
+    variables: list[keras.Variable],
+    weight: tf.Tensor,
+) -> None:
     if _accumulates(optimizer):
-        optimizer.apply(gradients, variables, weight=window.weight)
+        optimizer.apply(gradients, variables, weight=weight)
         return
     given = [i for i, g in enumerate(gradients) if g is not None]
     reduced = _replica.sum_over_replicas([gradients[i] for i in given])

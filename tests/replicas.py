@@ -739,7 +739,10 @@ def one_reduction_per_window_whatever_its_length(strategy, mode):
     for steps in (1, 3, 6):
         # In the step: the number of samples before, the gradients after.
         found = reductions(sgd, split={"accum_steps": steps})
-        assert found == [2, 5, parameters + 4], found
+        # In eager mode, which of the 4 variables have a gradient on some replica.
+        told = [1, 1, 4 * 4] if mode == "eager" else [0, 0, 0]
+        expected = np.array([2, 5, parameters + 4]) + told
+        assert found == expected.tolist(), found
     # The control.
     assert reductions(sgd, batch_size=4)[0] == 6
 
