@@ -40,7 +40,7 @@ from ._recompute_checks import (
     check_same,
     check_traced,
 )
-from ._tie import tie
+from ._tie import at_once, tie
 
 
 class Block:
@@ -207,7 +207,8 @@ class _Recomputed:
             scope = SecondPass({**state, **self._mapping(inputs)}, kept)
             with self.context():
                 results = self._run(scope, inputs, others).results
-        return tape.gradient(results, [*inputs, *variables], output_gradients=upstream)
+        sources = [*inputs, *variables]
+        return at_once(tape.gradient(results, sources, output_gradients=upstream))
 
     def _mapping(self, inputs: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
         weights = inputs[len(self.arguments.floats) :]

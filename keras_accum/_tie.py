@@ -1,6 +1,7 @@
 """Holding a computation back until others are done, whatever compilers make of it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -27,6 +28,20 @@ def tie(tensors: Sequence[tf.Tensor], to: Sequence[tf.Tensor]) -> list[tf.Tensor
         [tf.reduce_any(tf.math.is_nan(x) & tf.math.is_finite(x)) for x in map(_one, to)]
     )
     return [_after(tensor, never) for tensor in tensors]
+
+
+def at_once(tensors: Sequence[Any]) -> list[Any]:
+    """Gradients, None among them, none of which is there before all are.
+
+    A weight that the second pass reads must not be updated before it has been used there.
+    In a plain step the gradient depends on every use of it; here only TensorFlow's order
+    of reads and writes says so, and its dependency optimizer loses that now and then.
+    """
+    if tf.executing_eagerly() or compiled_by_xla():
+        return list(tensors)
+    given = [t for t in tf.nest.flatten(tensors, expand_composites=True) if t is not None]
+    with tf.control_dependencies(given):
+        return [t if t is None else tf.identity(t) for t in tensors]
 
 
 def _one(tensor: tf.Tensor) -> tf.Tensor:

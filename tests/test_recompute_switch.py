@@ -632,3 +632,19 @@ def test_an_assignment_to_what_is_frozen_is_one_to_a_weight():
     inner.get_layer("held").trainable = False
     with pytest.raises(ValueError, match="assigns to trainable weights"):
         gradients(inner)
+
+
+def test_no_weight_is_updated_before_the_second_pass_has_used_it():
+    """A race: without a barrier one step in eight read weights that had moved already."""
+
+    def trained(switch):
+        keras.utils.set_random_seed(4)
+        inner = keras.Sequential([layers.Dense(8), layers.Dense(3)], name="inner")
+        model = keras.Sequential([keras.Input(X.shape[1:]), inner])
+        if switch:
+            ka.recompute(model, "inner")
+        return train_steps(model)
+
+    expected = trained(False)
+    for _ in range(30):
+        assert_close(trained(True), expected)
