@@ -527,9 +527,6 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         replaced = [window.overwrites[i] for i in indices]
         norm = global_norm([s for s, as_is in zip(sums, replaced) if not as_is])
         self._last_gradient_norm.assign(tf.math.divide_no_nan(norm, divisor))
-        # A norm is never negative; XLA, which does not know, reads the sums for it before
-        # the update begins, and has no need to copy what the update overwrites.
-        divisor = tf.where(norm < 0.0, 0.0, divisor)
         means = window.divide(indices, sums, divisor)
         grads = [tf.cast(mean, v.dtype) for mean, v in zip(means, variables)]
         if (factor := self.adaptive_clip_factor) is not None:

@@ -21,6 +21,7 @@ from helpers import (
 )
 
 import keras_accum as ka
+from keras_accum._gradients import global_norm
 
 without_xla = pytest.mark.parametrize("mode", ["eager", "graph"])
 
@@ -755,3 +756,15 @@ def test_autograph_has_nothing_to_warn_of_in_a_custom_loop(caplog):
 
     unconvertible(tf.constant(1.0))
     assert "AutoGraph could not transform" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (13,), (16,), (5, 7), (8, 3, 3)])
+def test_the_norm_counts_every_number_of_tensors_of_any_size(shape, mode):
+    rng = np.random.default_rng(3)
+    values = [rng.normal(size=shape).astype("float32"), np.array([2.0], "float32")]
+    expected = np.sqrt(sum((v.astype("float64") ** 2).sum() for v in values))
+    norm = in_mode(lambda *tensors: global_norm(tensors), mode)
+    assert_close(norm(*map(tf.constant, values)), np.float32(expected))
+    # The control: the last number counts.
+    values[0].flat[-1] += 5.0
+    assert_differ(norm(*map(tf.constant, values)), np.float32(expected))

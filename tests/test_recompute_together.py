@@ -200,37 +200,29 @@ def test_mirrored_replicas():
 # --- Backbones as people use them, from configuration.
 
 
+SIZES = {"num_layers": 3, "num_heads": 2, "hidden_dim": 16}
+TEXT = {
+    **SIZES,
+    "vocabulary_size": 50,
+    "intermediate_dim": 32,
+    "dropout": 0.2,
+    "max_sequence_length": 12,
+}
+
+
 def bert(keras_hub):
-    return keras_hub.models.BertBackbone(
-        vocabulary_size=50,
-        num_layers=3,
-        num_heads=2,
-        hidden_dim=16,
-        intermediate_dim=32,
-        dropout=0.2,
-        max_sequence_length=12,
-    )
+    return keras_hub.models.BertBackbone(**TEXT)
 
 
 def gpt2(keras_hub):
-    return keras_hub.models.GPT2Backbone(
-        vocabulary_size=50,
-        num_layers=3,
-        num_heads=2,
-        hidden_dim=16,
-        intermediate_dim=32,
-        dropout=0.2,
-        max_sequence_length=12,
-    )
+    return keras_hub.models.GPT2Backbone(**TEXT)
 
 
 def vit(keras_hub):
     return keras_hub.models.ViTBackbone(
+        **SIZES,
         image_shape=(16, 16, 3),
         patch_size=4,
-        num_layers=3,
-        num_heads=2,
-        hidden_dim=16,
         mlp_dim=32,
         dropout_rate=0.2,
         attention_dropout=0.1,
