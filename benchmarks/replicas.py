@@ -87,21 +87,15 @@ class CountingReductions(tf.distribute.ReductionToOneDevice):
 
 
 def count_collectives(counter: Counter) -> None:
-    """Count what the workers of a cluster reduce: single tensors, and lists of them."""
-    launcher = CollectiveReplicaLauncher
-    single, batch = launcher.all_reduce, launcher.batch_all_reduce
+    """Count what the workers of a cluster reduce: a list of tensors is packed to one."""
+    reduce = CollectiveReplicaLauncher.all_reduce
 
     def counted(self: Any, tensor: Any, *args: Any, **options: Any) -> Any:
         if not isinstance(tensor, tf.IndexedSlices):
             counter.add([tensor])
-        return single(self, tensor, *args, **options)
+        return reduce(self, tensor, *args, **options)
 
-    def counted_batch(self: Any, packs: Any, *args: Any, **options: Any) -> Any:
-        # Each pack becomes one tensor, reduced by the function above.
-        return batch(self, packs, *args, **options)
-
-    launcher.all_reduce = counted
-    launcher.batch_all_reduce = counted_batch
+    CollectiveReplicaLauncher.all_reduce = counted
 
 
 # ---------------------------------------------------------------------------- methods

@@ -278,9 +278,11 @@ def _reducing_scalars(reduce: Callable[..., Any]) -> Callable[..., Any]:
         several = trainer._collective_all_reduce_multi_worker(strategy)
         if not several or reduction not in ("auto", "mean"):
             return reduce(values, strategy, reduction)
-        return tf.nest.map_structure(
-            lambda value: strategy.reduce("MEAN", value, axis=None), values
-        )
+        # All logs of a step in one reduction, instead of one for each.
+        pairs = [(value, value) for value in tf.nest.flatten(values)]
+        means = strategy.extended.batch_reduce_to("MEAN", pairs)
+        local = [strategy.experimental_local_results(mean)[0] for mean in means]
+        return tf.nest.pack_sequence_as(values, local)
 
     return reduce_scalars
 

@@ -7,16 +7,25 @@ is known to a compiler that needs to know it:
     micro_batch_size=b   n // b micro-batches of b samples, then one of n mod b
 
 A batch of fewer samples than `accum_steps` makes as many micro-batches of one sample.
+
+XLA compiles the loop as a whole, with one exception. On CPUs it brings the gradients of
+convolutions into the form that its fast library takes only outside of loops: inside, a
+small network takes ten times as long (`benchmarks/window_time.py`). With convolutions the
+loop stays in the graph there, and each micro-step is compiled by itself.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from . import _replica
+from ._keras_private import compiled_by_xla, flatten_layers
 
 Size: TypeAlias = int | tf.Tensor
 # From a micro-batch, how many samples it has, and what the last call gave, to the next.
@@ -63,6 +72,41 @@ class Split:
         return [(rest, size + 1), (_if_any(size, steps - rest), size)]
 
 
+_CONVOLUTIONS = tuple(c for name, c in vars(keras.layers).items() if "Conv" in name)
+
+
+def compiles_loop(model: keras.Model) -> bool:
+    """Whether `model` is compiled by XLA as a whole, with the loop over micro-batches."""
+    return bool(model.jit_compile) and not _convolves_on_cpu(model)
+
+
+def _convolves_on_cpu(model: keras.Model) -> bool:
+    layers = flatten_layers(model)
+    found = any(isinstance(layer, _CONVOLUTIONS) for layer in layers)
+    return found and not tf.config.list_logical_devices("GPU")
+
+
+def compiles_in_parts(model: keras.Model) -> bool:
+    """Whether what is traced now is to be compiled, but not with the loop in it."""
+    if tf.executing_eagerly() or compiled_by_xla():
+        return False
+    return bool(model.jit_compile) and not compiles_loop(model)
+
+
+# None, not False: a function inside of one that XLA compiles is compiled with it.
+_jit_compile: ContextVar[bool | None] = ContextVar("jit_compile", default=None)
+
+
+@contextlib.contextmanager
+def compiled_micro_steps(model: keras.Model) -> Iterator[None]:
+    """Have micro-steps compiled by themselves, if the loop over them is not."""
+    token = _jit_compile.set(compiles_in_parts(model) or None)
+    try:
+        yield
+    finally:
+        _jit_compile.reset(token)
+
+
 def for_each_micro_batch(step: Step, batch: Any, start: Any, split: Split) -> Any:
     """Run `step` on each micro-batch of `batch` in turn.
 
@@ -91,7 +135,7 @@ def for_each_micro_batch(step: Step, batch: Any, start: Any, split: Split) -> An
     # A group that is known to be empty is left out, and then sizes may stay static.
     groups = [(count, size) for count, size in groups if not _is_zero(count)]
     static = len(groups) == 1 and isinstance(groups[0][1], int)
-    traced = tf.function(step, autograph=False)
+    traced = tf.function(step, autograph=False, jit_compile=_jit_compile.get())
     state, first = start, 0
     for count, size in groups:
         if not static:

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from ._budget import device
 from ._keras_private import build_for, compiled_bytes
-from ._loop import rows_of, take
+from ._loop import compiles_loop, rows_of, take
 from ._model import accumulate
 from ._oom import is_out_of_memory
 from ._search import Trial
@@ -91,7 +91,7 @@ class Meter:
     @property
     def compiles(self) -> bool:
         """Whether the compiler tells the memory."""
-        return bool(self.model.jit_compile) and not self.model.run_eagerly
+        return compiles_loop(self.model) and not self.model.run_eagerly
 
     def measure(self, size: int, recompute: Any, timed: bool) -> Trial:
         """Measure one micro-batch size, and time its step if asked to.
@@ -172,7 +172,7 @@ def compiled_step(model: keras.Model) -> Any:
     if model.run_eagerly:
         return step
     return tf.function(
-        step, jit_compile=model.jit_compile, reduce_retracing=True, autograph=False
+        step, jit_compile=compiles_loop(model), reduce_retracing=True, autograph=False
     )
 
 

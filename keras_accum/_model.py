@@ -4,14 +4,16 @@
 large batch: one step is one update.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import keras
 
 from ._arguments import check_option
 from ._keras_private import Functional, functional_arguments, mend_strategies
-from ._loop import Split
+from ._loop import Split, compiles_loop
 from ._oom import ON_OOM, RetryingStep
 from ._train_step import train_step
 
@@ -108,9 +110,10 @@ class GradientAccumulationModel(keras.Model):
 
     def make_train_function(self, force: bool = False) -> Any:
         """The function that `fit` calls for each batch."""
-        if self._on_oom == "raise":
+        if self._on_oom == "halve":
+            return _make_retrying(self, self._split, self._two_pass, force)
+        with _loop_in_graph(self):
             return super().make_train_function(force)
-        return _make_retrying(self, self._split, self._two_pass, force)
 
     def train_step(self, data: Any) -> dict[str, Any]:
         """Update once with a batch, one micro-batch in memory at a time."""
@@ -169,6 +172,23 @@ def _make_retrying(
     return model.train_function
 
 
+def _make_plain(model: keras.Model, force: bool = False) -> Any:
+    """A model's `make_train_function`, for `on_oom="raise"`."""
+    with _loop_in_graph(model):
+        return type(model).make_train_function(model, force)
+
+
+@contextlib.contextmanager
+def _loop_in_graph(model: keras.Model) -> Iterator[None]:
+    """Have Keras not compile a training step that compiles its parts by itself."""
+    jit_compile = model.jit_compile
+    model.jit_compile = compiles_loop(model)
+    try:
+        yield
+    finally:
+        model.jit_compile = jit_compile
+
+
 def accumulate(
     model: keras.Model,
     *,
@@ -188,8 +208,8 @@ def accumulate(
 
     Works in place: only the training step changes. What is saved, its weights, its
     config and its class are the model's own; a model loaded from it trains as usual
-    until it is passed here too. `del model.train_step` (and `model.make_train_function`,
-    with `on_oom="halve"`), and compiling anew, undoes it.
+    until it is passed here too. `del model.train_step, model.make_train_function`, and
+    compiling anew, undoes it.
 
     Args:
         model: any Keras model: functional, Sequential, subclassed, loaded; compiled or
@@ -225,10 +245,10 @@ def accumulate(
     model.train_step = functools.partial(
         train_step, model, split=split, two_pass=two_pass
     )
-    vars(model).pop("make_train_function", None)
     if on_oom == "halve":
-        model.make_train_function = functools.partial(
-            _make_retrying, model, split, two_pass
-        )
+        make = functools.partial(_make_retrying, model, split, two_pass)
+    else:
+        make = functools.partial(_make_plain, model)
+    model.make_train_function = make
     model.train_function = None
     return model

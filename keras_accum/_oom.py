@@ -8,6 +8,7 @@ the same numbers as the first would have.
 """
 
 import dataclasses
+import functools
 import logging
 import math
 import re
@@ -18,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from ._keras_private import build_for, state_of_layers
-from ._loop import Split, rows_of
+from ._loop import Split, compiles_loop, rows_of
 from ._train_step import compute_window, update
 
 ON_OOM = ("raise", "halve")
@@ -103,7 +104,9 @@ class RetryingStep:
         self._two_pass = two_pass
         self._size = _Size(split)
         self._functions: dict[Split, Callable[[Any], Any]] = {}
-        self._apply = _compiled(model, lambda window: update(model, window))
+        self._apply = _compiled(
+            model, functools.partial(update, model), model.jit_compile
+        )
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -153,15 +156,18 @@ class RetryingStep:
                 window = compute_window(self._model, data, split, self._two_pass)
                 return window, self._model.get_metrics_result()
 
-            self._functions[split] = _compiled(self._model, gradients)
+            jit_compile = compiles_loop(self._model)
+            self._functions[split] = _compiled(self._model, gradients, jit_compile)
         return self._functions[split]
 
 
-def _compiled(model: keras.Model, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _compiled(
+    model: keras.Model, function: Callable[[Any], Any], jit_compile: bool
+) -> Callable[[Any], Any]:
     if model.run_eagerly:
         return function
     return tf.function(
-        function, jit_compile=model.jit_compile, reduce_retracing=True, autograph=False
+        function, jit_compile=jit_compile, reduce_retracing=True, autograph=False
     )
 
 

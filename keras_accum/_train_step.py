@@ -16,6 +16,7 @@ are its part of the sum above: they are reduced once, then clipped and applied. 
 `AccumOptimizer` both are each replica's own; it reduces at the end of its window.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +37,16 @@ from ._keras_private import (
     tracked_apart,
     undivided_losses,
 )
-from ._loop import Split, check_batch, for_each_micro_batch, leaves, rows_of, take
+from ._loop import (
+    Split,
+    check_batch,
+    compiled_micro_steps,
+    compiles_in_parts,
+    for_each_micro_batch,
+    leaves,
+    rows_of,
+    take,
+)
 from ._loss import LossTerm, check_mean, describe, record_terms, warn_if_unknown
 from ._optimizer import (
     GradientAccumulationOptimizer,
@@ -70,7 +80,10 @@ def train_step(
     Returns:
         The metrics of the model, by name.
     """
-    update(model, compute_window(model, data, split, two_pass))
+    apply = functools.partial(update, model)
+    if compiles_in_parts(model):
+        apply = tf.function(apply, jit_compile=True, autograph=False)
+    apply(compute_window(model, data, split, two_pass))
     return model.get_metrics_result()
 
 
@@ -88,7 +101,11 @@ def compute_window(
         optimizer.scale_for(model)
         first = tf.equal(optimizer.micro_step, 0)
     # In a graph, what does not depend on a check does not wait for it.
-    with tf.control_dependencies(checks), undivided_losses():
+    with (
+        tf.control_dependencies(checks),
+        undivided_losses(),
+        compiled_micro_steps(model),
+    ):
         begin_windows(model, first)
         if two_pass:
             window = accumulate_coupled(model, batch, split)

@@ -883,7 +883,7 @@ def test_deleting_the_train_step_undoes_it(how):
     x, y = data(SAMPLES)
     model.train_on_batch(x, y)
     traced.clear()
-    del model.train_step
+    del model.train_step, model.make_train_function
     assert "train_step" not in vars(model)
     compile_in(model, how, sgd())
     model.train_on_batch(x, y)

@@ -21,6 +21,9 @@ import replicas
 import tensorflow as tf
 from helpers import assert_close, assert_differ, assert_equal, data, dense_model
 from replicas import SAMPLES, accumulating, check, feed, sgd, started, train
+
+# Private: the public `CommunicationOptions` count nothing.
+from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from test_train_step import cross_entropy, token_model, tokens
 
 EPOCHS, LOST, BATCH, STEPS = 4, 2, 4, 3
@@ -118,6 +121,41 @@ def a_window_goes_on_on_another_number_of_workers(strategy, folder):
     alone.optimizer.accum_steps = 2
     feed(alone, arrays, slice(8, None))
     assert_differ(alone.get_weights(), oracle.get_weights())
+
+
+@scenario
+def each_step_logs_in_one_reduction(strategy, folder):
+    """And a window makes one of its gradients, or two with the counts of the step."""
+    count = count_reductions()
+    arrays = data(24)
+    how = {"loss": "mse", "epochs": 1, "metrics": ["mae", "mape"]}
+
+    def reductions(optimizer, **more):
+        train(dense_model, arrays, optimizer, strategy, **how, **more)
+        count.assign(0)
+        train(dense_model, arrays, optimizer, strategy, **how, **more)
+        return int(count)
+
+    # What Keras's metrics sum at the end of an epoch: the control tells.
+    three = reductions(sgd, split={"accum_steps": 3})
+    at_end = three - (2 + 1)
+    assert 0 <= at_end <= 6, three
+    assert reductions(sgd, split={"accum_steps": 6}) == three
+    for steps in (1, 3, 6):
+        found = reductions(accumulating(steps=steps), batch_size=4)
+        assert found == 6 // steps + 6 + at_end, (steps, found)
+
+
+def count_reductions():
+    """A variable that counts the reductions over workers from now on, as they run."""
+    count, reduce = tf.Variable(0), CollectiveReplicaLauncher.all_reduce
+
+    def counted(self, *args, **options):
+        count.assign_add(1)
+        return reduce(self, *args, **options)
+
+    CollectiveReplicaLauncher.all_reduce = counted
+    return count
 
 
 # --------------------------------------------------------------------- a worker is lost
