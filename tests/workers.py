@@ -125,37 +125,43 @@ def a_window_goes_on_on_another_number_of_workers(strategy, folder):
 
 @scenario
 def each_step_logs_in_one_reduction(strategy, folder):
-    """And a window makes one of its gradients, or two with the counts of the step."""
-    count = count_reductions()
-    arrays = data(24)
-    how = {"loss": "mse", "epochs": 1, "metrics": ["mae", "mape"]}
+    """And a window makes one of its gradients; in the step, of the samples before too."""
+    count = Count()
+    how = {"loss": "mse", "epochs": 1, "metrics": ["mae", "mape"], "callbacks": [count]}
 
     def reductions(optimizer, **more):
-        train(dense_model, arrays, optimizer, strategy, **how, **more)
-        count.assign(0)
-        train(dense_model, arrays, optimizer, strategy, **how, **more)
-        return int(count)
+        train(dense_model, data(24), optimizer, strategy, **how, **more)
+        return int(count.reductions)
 
-    # What Keras's metrics sum at the end of an epoch: the control tells.
-    three = reductions(sgd, split={"accum_steps": 3})
-    at_end = three - (2 + 1)
-    assert 0 <= at_end <= 6, three
-    assert reductions(sgd, split={"accum_steps": 6}) == three
+    # Of each step of `fit`: whether all workers have data, and the three logs.
+    own = 2
     for steps in (1, 3, 6):
+        assert reductions(sgd, split={"accum_steps": steps}) == 2 + own
         found = reductions(accumulating(steps=steps), batch_size=4)
-        assert found == 6 // steps + 6 + at_end, (steps, found)
+        assert found == 6 // steps + 6 * own, (steps, found)
+    # The control.
+    assert reductions(sgd, batch_size=4) == 6 + 6 * own
 
 
-def count_reductions():
-    """A variable that counts the reductions over workers from now on, as they run."""
-    count, reduce = tf.Variable(0), CollectiveReplicaLauncher.all_reduce
+class Count(keras.callbacks.Callback):
+    """Counts the reductions over workers in the training steps of an epoch."""
 
-    def counted(self, *args, **options):
-        count.assign_add(1)
-        return reduce(self, *args, **options)
+    def __init__(self):
+        super().__init__()
+        running, reduce = tf.Variable(0), CollectiveReplicaLauncher.all_reduce
 
-    CollectiveReplicaLauncher.all_reduce = counted
-    return count
+        def counted(self, *args, **options):
+            running.assign_add(1)
+            return reduce(self, *args, **options)
+
+        CollectiveReplicaLauncher.all_reduce = counted
+        self.running, self.reductions = running, None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.running.assign(0)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.reductions = self.running.numpy()
 
 
 # --------------------------------------------------------------------- a worker is lost
