@@ -11,7 +11,8 @@ For each model, in a graph and under XLA:
   the heap is then counted by a library that knows nothing of TensorFlow
   (`malloc_count.c`, with a C compiler on Linux; oneDNN off, so that every tensor is an
   allocation of its own). In a graph it is the allocator's peak: what TensorFlow's pool
-  rounds up and cannot hand out is in use, whatever the tensors' sizes say.
+  rounds up and cannot hand out is in use, whatever the tensors' sizes say. So it is for
+  models with convolutions under XLA, whose loop stays in the graph.
 
 With `--joint`, recomputation has to help: `plan` gets half of what the fastest plan
 without it needs.
@@ -49,6 +50,7 @@ from common import (
 from keras import layers
 
 import keras_accum
+from keras_accum._loop import compiles_loop
 from keras_accum._measure import Meter
 from keras_accum._planner import _batch, _switch_on
 from keras_accum._search import candidates
@@ -219,6 +221,11 @@ def prepare(case: Case) -> tuple[keras.Model, Any]:
     return model, case.workload.sample(rows, np.random.default_rng(0))
 
 
+def is_compiled(case: Case) -> bool:
+    """Whether XLA compiles the whole step."""
+    return compiles_loop(prepare(case)[0])
+
+
 def peaks_of(case: Case, kinds: Sequence[Kind]) -> dict[Kind, int]:
     """The peak of each kind of step."""
     model, samples = prepare(case)
@@ -267,13 +274,13 @@ def count_memory(case: Case, size: int, recompute: Any) -> tuple[int, int]:
     if recompute:
         _switch_on(model, recompute)
     keras_accum.accumulate(model, micro_batch_size=size)
-    level, peak = _heap() if case.xla else _allocator()
+    level, peak = _heap() if compiles_loop(model) else _allocator()
     before = level()
     model.train_on_batch(x, y)
     model.train_on_batch(x, y)
     peaks = []
     for _ in range(STEPS):
-        if case.xla:
+        if compiles_loop(model):
             before = level()  # What compiling has left is none of the step's.
         peaks.append(peak(lambda: model.train_on_batch(x, y)) - before)
     return int(statistics.median(peaks)), max(peaks)
@@ -303,8 +310,8 @@ def _allocator() -> tuple[Any, Any]:
 
 
 def counted(case: Case, plan: dict[str, Any], library: Path) -> tuple[int, int]:
-    """`count_memory` in a process of its own, under XLA with the library loaded."""
-    if case.xla:
+    """`count_memory` in a process of its own, with the library loaded for XLA."""
+    if os.environ["TF_ENABLE_ONEDNN_OPTS"] == "0":
         os.environ["LD_PRELOAD"] = str(library)
     try:
         return in_own_process(
@@ -438,7 +445,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         library = compile_library(folder)
         for case in cases:
-            os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if case.xla else "1"
+            by_heap = in_own_process(is_compiled, case)
+            os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if by_heap else "1"
             run = run_plan if args.no_search else run_case
             found.append(run(case, library))
             print(format_table(HEADER, [row(found[-1])]), flush=True)

@@ -8,10 +8,16 @@ A window is one update over k micro-batches. Through the function that `model.fi
 - `none`: no accumulation, an update for each micro-batch
 - `large`: one plain step on the whole batch
 
-and beneath them `floor`: k forward and backward passes and one update, dispatched one by
-one, with nothing summed (`windows.py`). In `masked`, a transformer on padded tokens, the
-denominator of the loss has to be known before the loop: by a pass of which nothing but
-the mask is used, and of which the rest is pruned from the graph.
+and beneath them two bounds (`windows.py`):
+
+- `floor`: k forward and backward passes and one update, dispatched one by one, with
+  nothing summed
+- `bare`: a loop in the graph that sums, with none of this package in it: what a loop
+  costs at least
+
+In `masked`, a transformer on padded tokens, the denominator of the loss has to be known
+before the loop: by a pass of which nothing but the mask is used, and of which the rest is
+pruned from the graph.
 
     PYTHONPATH=. python benchmarks/window_time.py --check --json window_time.json
 """
@@ -36,6 +42,7 @@ from windows import (
     Case,
     Target,
     Window,
+    bare_window,
     find_misses,
     floor_window,
     large_window,
@@ -60,9 +67,9 @@ TARGETS = [
     Target("ours", "floor", 1.02, is_other),
     Target("ours", "large", 1.05, lambda case: case.model == "small"),
 ]
-METHODS = ("floor", "ours", "route1", "keras", "none", "large")
+METHODS = ("floor", "bare", "ours", "route1", "keras", "none", "large")
 HEADER = ["model", "XLA", "k", *METHODS, "ours/floor", "(wall)", "ours/keras"]
-HEADER += ["ours/large"]
+HEADER += ["ours/large", "bare/large"]
 
 
 def make_windows(case: Case) -> dict[str, Window]:
@@ -72,6 +79,7 @@ def make_windows(case: Case) -> dict[str, Window]:
     route1 = keras_accum.AccumOptimizer(adam(), accum_steps=case.k)
     return {
         "floor": floor_window(case, steps=1),
+        "bare": bare_window(case),
         "ours": large_window(case, prepare=split),
         "route1": micro_window(case, route1, steps=1),
         "keras": micro_window(case, adam(gradient_accumulation_steps=case.k), steps=1),
@@ -96,6 +104,7 @@ def table_row(case: Case, timings: dict[str, Timing]) -> list[str]:
         f"{wall_ratio(timings, 'ours', 'floor'):.2f}",
         f"{ratio(timings, 'ours', 'keras'):.2f}",
         f"{ratio(timings, 'ours', 'large'):.2f}",
+        f"{ratio(timings, 'bare', 'large'):.2f}",
     ]
 
 

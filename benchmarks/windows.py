@@ -144,6 +144,35 @@ def floor_window(case: Case, steps: int) -> Window:
     return dispatched if steps == 1 else lambda: in_graph(batches)
 
 
+def bare_window(case: Case) -> Window:
+    """Returns the least that a step over k micro-batches does: a loop that sums, no more.
+
+    The batch is known to divide, all samples weigh alike, and no loss is logged.
+    """
+    model = compile_model(case, keras.optimizers.Adam())
+    rows = case.workload.micro_batch
+    batches = iter(endless_batches(case.workload, case.k * rows))
+    gradients, variables = passes_of(model), model.trainable_variables
+
+    @tf.function(jit_compile=case.xla)
+    def step(x: tf.Tensor, y: tf.Tensor) -> None:
+        def body(i: tf.Tensor, sums: list[tf.Tensor]) -> tuple[tf.Tensor, list[Any]]:
+            part = [
+                tf.slice(t, [i * rows] + [0] * (t.shape.rank - 1), [rows, *t.shape[1:]])
+                for t in (x, y)
+            ]
+            found = [tf.convert_to_tensor(g) for g in gradients(*part)]
+            return i + 1, [s + g for s, g in zip(sums, found, strict=True)]
+
+        start = (0, [tf.zeros(v.shape) for v in variables])
+        _, sums = tf.while_loop(
+            lambda i, _: i < case.k, body, start, parallel_iterations=1
+        )
+        model.optimizer.apply([s / case.k for s in sums], variables)
+
+    return lambda: step(*next(batches))
+
+
 def ratio(timings: dict[str, Timing], method: str, versus: str) -> float:
     """Returns the ratio of two medians of CPU time."""
     return timings[method].median / timings[versus].median

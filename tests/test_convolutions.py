@@ -79,6 +79,20 @@ def test_micro_steps_with_convolutions_are_compiled_without_their_loop(
     assert model.jit_compile == (mode == "xla")
 
 
+def test_the_update_is_compiled():
+    compiled = []
+
+    class Watched(keras.optimizers.SGD):
+        def update_step(self, *args):
+            compiled.append(compiled_by_xla())
+            super().update_step(*args)
+
+    model = ka.accumulate(conv_model(), **STEPS)
+    compile_in(model, "xla", Watched(0.1))
+    fit(model, *images(), batch_size=SAMPLES)
+    assert set(compiled) == {True}
+
+
 @pytest.mark.parametrize("name", [n for n in dir(keras.layers) if "Conv" in n])
 def test_every_layer_that_convolves_is_known(name):
     layer = object.__new__(getattr(keras.layers, name))

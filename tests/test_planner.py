@@ -261,6 +261,19 @@ def test_the_micro_batches_make_the_batch(mode):
     assert found.method == expected
 
 
+def test_a_step_that_is_compiled_in_parts_is_measured_by_the_allocator():
+    """With convolutions on a CPU: the compiler knows one micro-step alone."""
+    keras.utils.set_random_seed(3)
+    layers = [keras.layers.Conv2D(4, 3), keras.layers.Flatten(), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((8, 8, 2)), *layers])
+    model.compile("sgd", "mse", jit_compile=True)
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(ROWS, 8, 8, 2)).astype("float32")
+    found = plan(model, (x, rng.normal(size=(ROWS, 3)).astype("float32")))
+    assert found.method == "allocator of CPU:0"
+    assert model.jit_compile
+
+
 WIDTH, LAYERS = 128, 4
 
 
