@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from . import _replica
-from ._keras_private import compiled_by_xla, flatten_layers
+from ._keras_private import flatten_layers
 
 Size: TypeAlias = int | tf.Tensor
 # From a micro-batch, how many samples it has, and what the last call gave, to the next.
@@ -88,9 +88,8 @@ def _convolves_on_cpu(model: keras.Model) -> bool:
 
 def compiles_in_parts(model: keras.Model) -> bool:
     """Whether what is traced now is to be compiled, but not with the loop in it."""
-    if tf.executing_eagerly() or compiled_by_xla():
-        return False
-    return bool(model.jit_compile) and not compiles_loop(model)
+    apart = bool(model.jit_compile) and not compiles_loop(model)
+    return apart and not tf.executing_eagerly()
 
 
 # None, not False: a function inside of one that XLA compiles is compiled with it.

@@ -93,6 +93,31 @@ def test_the_update_is_compiled():
     assert set(compiled) == {True}
 
 
+def test_nothing_else_is_compiled():
+    model = ka.accumulate(conv_model(), **STEPS)
+    compile_in(model, "xla", sgd())
+    model.train_on_batch(*images())
+    compiled = []
+
+    class Watched(keras.optimizers.SGD):
+        def update_step(self, *args):
+            compiled.append(compiled_by_xla())
+            super().update_step(*args)
+
+    def loss(micro_batch):
+        compiled.append(compiled_by_xla())
+        return tf.reduce_mean(model(micro_batch))
+
+    @tf.function
+    def gradients(x):
+        return ka.accumulate_gradients(loss, model.trainable_variables, x, accum_steps=3)
+
+    gradients(images()[0])
+    model.compile(Watched(0.1), "mse", jit_compile=True)
+    model.train_step(images())  # By hand, in eager mode.
+    assert set(compiled) == {False}
+
+
 @pytest.mark.parametrize("name", [n for n in dir(keras.layers) if "Conv" in n])
 def test_every_layer_that_convolves_is_known(name):
     layer = object.__new__(getattr(keras.layers, name))
