@@ -7,6 +7,8 @@ that a slow minute of the machine falls on all alike. Figures are medians over
 rounds, comparisons are ratios of medians.
 """
 
+import contextlib
+import ctypes
 import dataclasses
 import functools
 import json
@@ -14,8 +16,9 @@ import os
 import platform
 import resource
 import statistics
+import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -262,3 +265,44 @@ def write_json(path: Path, cases: Sequence[Mapping[str, object]]) -> None:
     """Writes the machine and the cases that were measured on it."""
     report = {"machine": describe_machine(), "cases": cases}
     path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def compile_library(folder: str) -> Path:
+    """Makes the library that counts the heap in `folder`; it needs a C compiler."""
+    source = Path(__file__).with_name("malloc_count.c")
+    library = Path(folder) / "malloc_count.so"
+    command = ["cc", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return library
+
+
+@contextlib.contextmanager
+def counting_heap(library: Path) -> Iterator[None]:
+    """Has processes that start inside load `library`; each tensor is an allocation there.
+
+    With oneDNN, TensorFlow takes tensors from a pool of its own instead.
+    """
+    changes = {"LD_PRELOAD": str(library), "TF_ENABLE_ONEDNN_OPTS": "0"}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def heap() -> tuple[Callable[[], int], Callable[[Callable[[], object]], int]]:
+    """Returns two functions: the bytes in use, and the most in use while a third runs."""
+    counter = ctypes.CDLL(None)
+    counter.heap_live.restype = counter.heap_peak.restype = ctypes.c_long
+
+    def peak(function: Callable[[], object]) -> int:
+        counter.heap_reset()
+        function()
+        return counter.heap_peak()
+
+    return counter.heap_live, peak

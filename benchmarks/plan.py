@@ -22,11 +22,10 @@ without it needs.
 """
 
 import argparse
-import ctypes
+import contextlib
 import dataclasses
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,8 +39,11 @@ import tensorflow as tf
 from common import (
     Arrays,
     Workload,
+    compile_library,
+    counting_heap,
     cpu_seconds,
     format_table,
+    heap,
     in_own_process,
     make_model,
     measure,
@@ -274,7 +276,7 @@ def count_memory(case: Case, size: int, recompute: Any) -> tuple[int, int]:
     if recompute:
         _switch_on(model, recompute)
     keras_accum.accumulate(model, micro_batch_size=size)
-    level, peak = _heap() if compiles_loop(model) else _allocator()
+    level, peak = heap() if compiles_loop(model) else _allocator()
     before = level()
     model.train_on_batch(x, y)
     model.train_on_batch(x, y)
@@ -284,18 +286,6 @@ def count_memory(case: Case, size: int, recompute: Any) -> tuple[int, int]:
             before = level()  # What compiling has left is none of the step's.
         peaks.append(peak(lambda: model.train_on_batch(x, y)) - before)
     return int(statistics.median(peaks)), max(peaks)
-
-
-def _heap() -> tuple[Any, Any]:
-    heap = ctypes.CDLL(None)
-    heap.heap_live.restype = heap.heap_peak.restype = ctypes.c_long
-
-    def peak(step: Any) -> int:
-        heap.heap_reset()
-        step()
-        return heap.heap_peak()
-
-    return heap.heap_live, peak
 
 
 def _allocator() -> tuple[Any, Any]:
@@ -311,14 +301,11 @@ def _allocator() -> tuple[Any, Any]:
 
 def counted(case: Case, plan: dict[str, Any], library: Path) -> tuple[int, int]:
     """`count_memory` in a process of its own, with the library loaded for XLA."""
-    if os.environ["TF_ENABLE_ONEDNN_OPTS"] == "0":
-        os.environ["LD_PRELOAD"] = str(library)
-    try:
+    by_heap = os.environ["TF_ENABLE_ONEDNN_OPTS"] == "0"
+    with counting_heap(library) if by_heap else contextlib.nullcontext():
         return in_own_process(
             count_memory, case, plan["micro_batch_size"], plan["recompute"]
         )
-    finally:
-        os.environ.pop("LD_PRELOAD", None)
 
 
 def run_plan(case: Case, library: Path) -> dict[str, Any]:
@@ -418,15 +405,6 @@ HEADER = [
     "planning, s",
     "time / best plain",
 ]
-
-
-def compile_library(folder: str) -> Path:
-    """The library that counts the heap."""
-    source = Path(__file__).with_name("malloc_count.c")
-    library = Path(folder) / "malloc_count.so"
-    command = ["cc", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)]
-    subprocess.run(command, check=True)
-    return library
 
 
 def main(argv: Sequence[str] | None = None) -> int:

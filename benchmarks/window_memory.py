@@ -1,12 +1,12 @@
 """What a step over micro-batches holds in memory, beside a plain step on one of them.
 
-The peak of TensorFlow's allocator during a training step, above the level before it:
-activations, gradients and, for ours, the sums of the window. Weights and slots are there
-before and do not count. A batch of 128 samples is trained whole and in micro-batches of
+The peak of the heap during a training step, above the level before it: activations,
+gradients and, for ours, the sums of the window. Weights, slots and the batch are there
+before and do not count. The heap is counted by a library that knows nothing of TensorFlow
+(`malloc_count.c`: with a C compiler, on Linux), and oneDNN is off, so that each tensor is
+an allocation of its own. A batch of 128 samples is trained whole and in micro-batches of
 128, 32, 8 and 2, beside a plain step on a batch of that size. Each case has a process of
-its own; the largest of 7 steps is taken, after 3 unmeasured ones. In graphs the figures
-are exact to a few per cent; under XLA the allocator rounds what it is asked for up, by as
-much as 30 %.
+its own; the median of 5 steps is taken, after 3 unmeasured ones.
 
     PYTHONPATH=. python benchmarks/window_memory.py --check --json window_memory.json
 """
@@ -14,13 +14,23 @@ much as 30 %.
 import argparse
 import gc
 import itertools
+import statistics
 import sys
+import tempfile
 from pathlib import Path
 
 import keras
 import numpy as np
 import tensorflow as tf
-from common import WORKLOADS, format_table, in_own_process, write_json
+from common import (
+    WORKLOADS,
+    compile_library,
+    counting_heap,
+    format_table,
+    heap,
+    in_own_process,
+    write_json,
+)
 from windows import Case, compile_model
 
 import keras_accum
@@ -47,17 +57,17 @@ def peak_of_a_step(case: Case, rows: int, micro_batch: int | None) -> float:
             keras_accum.accumulate(model, micro_batch_size=micro_batch)
 
     model = compile_model(case, keras.optimizers.Adam(), prepare=prepare)
-    x, y = case.workload.sample(rows, np.random.default_rng(0))
+    samples = case.workload.sample(rows, np.random.default_rng(0))
+    x, y = (tf.constant(each) for each in samples)
+    level, peak = heap()
     for _ in range(3):
         model.train_on_batch(x, y)
+    gc.collect()
     peaks = []
-    for _ in range(7):
-        gc.collect()
-        before = tf.config.experimental.get_memory_info("CPU:0")["current"]
-        tf.config.experimental.reset_memory_stats("CPU:0")
-        model.train_on_batch(x, y)
-        peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
-    return max(peaks)
+    for _ in range(5):
+        before = level()
+        peaks.append(peak(lambda: model.train_on_batch(x, y)) - before)
+    return statistics.median(peaks)
 
 
 def parameter_bytes(case: Case) -> int:
@@ -117,7 +127,12 @@ def main() -> None:
     records: list[dict[str, object]] = []
     for model, xla in itertools.product(arguments.models, arguments.xla):
         case = Case(model, xla == "on", 1)
-        for figures in measure_case(case):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            counting_heap(compile_library(folder)),
+        ):
+            measured = measure_case(case)
+        for figures in measured:
             rows.append(table_row(case, figures))
             records.append({"model": model, "xla": xla, **figures})
             if ratio(figures) > LIMIT:
