@@ -3,7 +3,7 @@
 The first notes what it reads; the second reads that. Neither changes a variable.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from ._keras_private import current_scope, is_watched, read, stand_in, unrecorded
 from ._nest import Nest
+from ._tie import tie
 
 # Calls whose outputs were kept, in order, with the tensors in them.
 Kept: TypeAlias = "list[tuple[Keep, list[tf.Tensor]]]"
@@ -32,11 +33,16 @@ class Pass(keras.StatelessScope):
 
 
 class FirstPass(Pass):
-    """Reads variables from outside, apart from any tape, and remembers what it read."""
+    """Reads variables from outside, apart from any tape, and remembers what it read.
 
-    def __init__(self, values: dict[int, tf.Tensor]) -> None:
+    Seeds are not there before the tensors in `after` are: they depend on nothing else, so
+    that XLA would draw the random numbers of all blocks first, and hold them.
+    """
+
+    def __init__(self, values: dict[int, tf.Tensor], after: Sequence[tf.Tensor]) -> None:
         super().__init__(values)
         self.outer = current_scope()
+        self.after = after
         self.state: dict[int, tf.Tensor] = {}
         self.kept: Kept = []
 
@@ -53,7 +59,9 @@ class FirstPass(Pass):
             if value is None or is_watched(variable):
                 return value
         self.state[id(variable)] = value
-        return value
+        if value.dtype.is_floating or not self.after:
+            return value
+        return tie([value], self.after)[0]
 
 
 class SecondPass(Pass):

@@ -170,7 +170,7 @@ class _Recomputed:
             inputs = [tf.identity(tensor) for tensor in inputs]
         others = self.arguments.others
         caches, random = CacheCheck(self.block), RandomCheck(self.block)
-        outcome = self._run(FirstPass(self._mapping(inputs)), inputs, others)
+        outcome = self._run(FirstPass(self._mapping(inputs), inputs), inputs, others)
         caches.check()
         random.check()
         check_captured(self.block, outcome.results)

@@ -10,10 +10,10 @@ import keras_accum
 ROWS = [
     {"_keras_private"},
     {"_control", "_gradients", "_clipping", "_window", "_replica", "_shadow"},
-    {"_nest"},
+    {"_nest", "_tie"},
     {"_passes"},
     {"_accumulator", "_arguments", "_checkpoint", "_loop", "_loss", "_batch_norm"}
-    | {"_recompute_checks", "_select", "_tie"},
+    | {"_recompute_checks", "_select"},
     {"_recompute_core"},
     {"_segments"},
     {"_accumulate", "_optimizer", "_recompute"},
