@@ -93,7 +93,7 @@ def build_unet() -> keras.Model:
     skips = []
     for filters in (8, 16, 32):
         skips.append(x := convolve(x, filters))
-        x = layers.AveragePooling2D()(x)
+        x = layers.AveragePooling2D(2)(x)
     x = convolve(x, 64)
     for skip in reversed(skips):
         x = layers.Concatenate()([layers.UpSampling2D()(x), skip])
