@@ -16,6 +16,7 @@ from ._accumulator import sum_dtype
 from ._arguments import check_option
 from ._gradients import Gradient, add, over, weigh
 from ._loop import Split, check_batch, for_each_micro_batch, rows_of
+from ._loss import parts_of_a_window
 
 # From a micro-batch and its number of samples to a mean loss, its weight (None for the
 # number of samples), and further scalars to be averaged likewise.
@@ -116,7 +117,7 @@ def accumulate_gradients(
     split = Split(accum_steps, micro_batch_size)
     check_option("reduction", reduction, ("mean", "sum"))
     batch, checks = check_batch(batch)
-    with tf.control_dependencies(checks):
+    with tf.control_dependencies(checks), parts_of_a_window():
         loss_of = _weighted(loss_fn)
         window = accumulate(loss_of, variables, batch, split, reduction, scale_loss)
     return window.loss, window.gradients

@@ -226,6 +226,29 @@ class Accumulator:
         self.unit.assign(tf.zeros(()))
 
 
+class AnnouncedWeight:
+    """What the loss computed last weighs, from where it is computed to where it is used.
+
+    A variable, for these may be two functions, traced at different times. On each replica
+    its own, and never saved.
+    """
+
+    def __init__(self) -> None:
+        self._known_and_weight = _own_variable("announced_weight", (2,), "float32")
+
+    def give(self, weight: tf.Tensor | None) -> None:
+        """Note a scalar weight; None if it cannot be known."""
+        known = [0.0, 0.0] if weight is None else [1.0, weight]
+        self._known_and_weight.assign(tf.stack(known))
+
+    def take(self) -> tf.Tensor:
+        """The weight that was noted, once; 1 if there is none."""
+        known, weight = tf.unstack(_read(self._known_and_weight))
+        known, weight = tf.identity(known), tf.identity(weight)
+        self._known_and_weight.assign(tf.zeros((2,)))
+        return tf.where(known > 0, weight, 1.0)
+
+
 def sum_dtype(variable: keras.Variable | tf.Variable, dtype: str | None) -> str:
     own = keras.backend.standardize_dtype(variable.dtype)
     if dtype is not None and tf.as_dtype(own).is_floating:

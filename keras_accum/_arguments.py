@@ -84,19 +84,24 @@ def check_dtype(dtype: Any) -> str | None:
     return dtype
 
 
-def check_weight(weight: Any) -> tf.Tensor:
-    weight = tf.cast(tf.convert_to_tensor(1.0 if weight is None else weight), "float32")
+def check_weight(weight: Any) -> tuple[tf.Tensor, list[tf.Operation]]:
+    """`weight` as a float32 scalar, and what has to hold when it runs."""
+    weight = tf.cast(tf.convert_to_tensor(weight), "float32")
     if weight.shape.rank not in (0, None):
         raise ValueError(
             "`weight` must be a scalar, the denominator of the micro-batch's mean loss. "
             f"Received a tensor of shape {tuple(weight.shape)}: pass its sum."
         )
     known = tf.get_static_value(weight)
-    if known is not None and not 0 <= known < float("inf"):
-        raise ValueError(
-            f"`weight` must be a finite number of at least 0. Received: {float(known)}"
-        )
-    return weight
+    if known is None:
+        fine = (weight >= 0.0) & tf.math.is_finite(weight)
+        return weight, [tf.debugging.Assert(fine, [_BAD_WEIGHT, weight])]
+    if not 0 <= known < float("inf"):
+        raise ValueError(f"{_BAD_WEIGHT} {float(known)}")
+    return weight, []
+
+
+_BAD_WEIGHT = "`weight` must be a finite number of at least 0. Received:"
 
 
 def scaler_settings(scaler: LossScaleOptimizer) -> dict[str, Any]:

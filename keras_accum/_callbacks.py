@@ -79,6 +79,7 @@ class AccumulationMonitor(keras.callbacks.Callback):
                 "optimizer=AccumOptimizer(optimizer, accum_steps=...))`, or leave the "
                 "callback out."
             )
+        self.optimizer.flushes_at_end = self.tail == "flush_end"
         self._announced = False
         normalizing = [layer.name for layer in _batch_normalizations(self.model)]
         if normalizing:
@@ -111,8 +112,7 @@ class AccumulationMonitor(keras.callbacks.Callback):
         """Close the window, and add the values of the last update to the logs."""
         self._end_epoch()
         if self.tail == "flush_end" and epoch == self.params.get("epochs", 0) - 1:
-            # Before `fit` puts averaged weights in the place of the trained ones.
-            self.optimizer.flush()
+            self.optimizer.flush()  # Here already, for the logs of the last epoch.
         if self._closed_windows() == self._before:
             logger.warning(
                 "Epoch %d has made no update: it has fewer micro-batches than a window "
@@ -124,8 +124,7 @@ class AccumulationMonitor(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Close the window, or warn that it stays open."""
-        if self.tail == "flush_end":
-            self.optimizer.flush()
+        self.optimizer.flushes_at_end = False
         left = _number(self.optimizer.micro_step)
         if left:
             logger.warning(

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import keras
@@ -59,6 +60,24 @@ def record_terms() -> Iterator[list[LossTerm]]:
         yield terms
 
 
+_parts: ContextVar[bool] = ContextVar("parts", default=False)
+
+
+@contextlib.contextmanager
+def parts_of_a_window() -> Iterator[None]:
+    """What is computed inside are losses of parts; no gradient of one reaches `apply`."""
+    token = _parts.set(True)
+    try:
+        yield
+    finally:
+        _parts.reset(token)
+
+
+def is_a_part() -> bool:
+    """Whether a loss that is computed now is inside of `parts_of_a_window`."""
+    return _parts.get()
+
+
 def describe(values: Any, sample_weight: Any, mask: Any, reduction: Any) -> LossTerm:
     """The term that Keras's reduction of `values` makes, by the rule that it follows."""
     values = tf.convert_to_tensor(values)
@@ -78,11 +97,14 @@ def describe(values: Any, sample_weight: Any, mask: Any, reduction: Any) -> Loss
     return LossTerm(reduction, weight, per_sample=constant)
 
 
-def batch_weight(terms: Sequence[LossTerm], summed: bool) -> tf.Tensor | None:
+def batch_weight(
+    terms: Sequence[LossTerm], added: Sequence[tf.Tensor], summed: bool
+) -> tf.Tensor | None:
     """The weight of a micro-batch whose gradient is that of all its terms together.
 
     Args:
         terms: the losses of the micro-batch.
+        added: what its layers added to them.
         summed: whether the window adds gradients up instead of averaging them.
 
     Returns:
@@ -96,6 +118,15 @@ def batch_weight(terms: Sequence[LossTerm], summed: bool) -> tf.Tensor | None:
     check_mean(terms)
     if warn_if_unknown(terms, _ALL_THE_SAME):
         return None
+    if added and terms[0].weighted:
+        warnings.warn(
+            "A layer of this model adds a loss (`add_loss`, an activity regularizer), "
+            "a mean over samples, and the compiled loss has another denominator: a mask, "
+            "sample weights or variable lengths. One gradient for both can be weighted "
+            "by one denominator only: the compiled loss's is used. `accumulate(model, "
+            "...)` is exact for both.",
+            stacklevel=2,
+        )
     return terms[0].weight
 
 
@@ -130,7 +161,10 @@ _ALL_THE_SAME = (
 def warn_if_unknown(terms: Sequence[LossTerm], consequence: str) -> bool:
     """Warn if the denominator of some loss cannot be known; whether that is so."""
     if not terms:
-        reason = "`compute_loss` computes its loss without a Keras loss"
+        reason = (
+            "no Keras loss was computed (by a `compute_loss` that does without, or in a "
+            "model that trains by `add_loss` alone)"
+        )
     elif any(term.weight is None for term in terms):
         reason = "a loss function returns a scalar, whose denominator is lost"
     else:

@@ -7,7 +7,7 @@ large batch: one step is one update.
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import keras
 
@@ -77,11 +77,17 @@ class GradientAccumulationModel(keras.Model):
         on_oom: Literal["raise", "halve"] = "raise",
         **kwargs: Any,
     ) -> None:
-        split = Split(accum_steps, micro_batch_size)
+        settings = accum_steps, micro_batch_size, two_pass, on_oom
+        if accum_steps is None and micro_batch_size is None:
+            # As `clone_model` calls the class of a functional model.
+            settings = getattr(type(self), "_settings", settings)
+        split = Split(*settings[:2])
+        two_pass, on_oom = settings[2:]
         check_option("on_oom", on_oom, ON_OOM)
         if functional_arguments(args, kwargs) and not isinstance(self, Functional):
             # Keras would make every model of this class a functional one.
-            object.__setattr__(self, "__class__", _functional(type(self)))  # type: ignore[arg-type]
+            functional: Any = _functional(type(self), settings)  # type: ignore[arg-type]
+            object.__setattr__(self, "__class__", functional)
         super().__init__(*args, **kwargs)
         mend_strategies()
         self._split = split
@@ -151,9 +157,16 @@ class GradientAccumulationModel(keras.Model):
 
 
 @functools.cache
-def _functional(cls: type) -> type:
-    """`cls` as a functional model, saved and loaded by the name of `cls`."""
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+def _functional(cls: type, settings: tuple[Any, ...]) -> type:
+    """`cls` as a functional model, saved and loaded by the name of `cls`.
+
+    Made without `settings` of its own, as a clone is, a model has those given here.
+    """
+    names = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "_settings": settings,
+    }
     functional = type(cls.__name__, (cls, Functional), names)
     package, _, name = keras.saving.get_registered_name(cls).rpartition(">")
     if package:
@@ -194,8 +207,8 @@ def accumulate(
     *,
     accum_steps: int | None = None,
     micro_batch_size: int | None = None,
-    two_pass: bool = False,
-    on_oom: Literal["raise", "halve"] = "raise",
+    two_pass: bool | None = None,
+    on_oom: Literal["raise", "halve"] | None = None,
 ) -> keras.Model:
     """Have a model that exists train on batches, one micro-batch in memory at a time.
 
@@ -216,21 +229,28 @@ def accumulate(
             not, built or not.
         accum_steps: as for `GradientAccumulationModel`.
         micro_batch_size: likewise.
-        two_pass: likewise.
-        on_oom: likewise.
+        two_pass: likewise; by default as it is in a model that accumulates already, else
+            False.
+        on_oom: likewise; by default as it is, else "raise".
 
     Returns:
         `model` itself.
 
     Raises:
+        TypeError: if it is no `keras.Model`.
         ValueError: if the model has a `train_step` of its own, which could not be split;
             and, with TypeError, for `accum_steps` and `micro_batch_size`.
     """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a `keras.Model`. Received: {model!r}")
     split = Split(accum_steps, micro_batch_size)
+    was = _settings_of(model)
+    two_pass = was.two_pass if two_pass is None else bool(two_pass)
+    if on_oom is None:
+        on_oom = was.on_oom
     check_option("on_oom", on_oom, ON_OOM)
     if isinstance(model, GradientAccumulationModel):
-        model._split, model._two_pass = split, bool(two_pass) or model._two_pass
-        model._on_oom = on_oom
+        model._split, model._two_pass, model._on_oom = split, two_pass, on_oom
         model.train_function = None
         return model
     if type(model).train_step is not keras.Model.train_step:
@@ -252,3 +272,20 @@ def accumulate(
     model.make_train_function = make
     model.train_function = None
     return model
+
+
+class _Settings(NamedTuple):
+    """What `accumulate` leaves as it is, if nothing is said about it."""
+
+    two_pass: bool
+    on_oom: Literal["raise", "halve"]
+
+
+def _settings_of(model: keras.Model) -> _Settings:
+    """The settings of a model, whether it accumulates already or not."""
+    if isinstance(model, GradientAccumulationModel):
+        return _Settings(model._two_pass, model._on_oom)
+    own = vars(model)
+    two_pass = getattr(own.get("train_step"), "keywords", {}).get("two_pass", False)
+    halves = getattr(own.get("make_train_function"), "func", None) is _make_retrying
+    return _Settings(two_pass, "halve" if halves else "raise")

@@ -8,7 +8,6 @@ is clipped, the inner optimizer updates, and the accumulators are cleared.
 
 import contextlib
 import copy
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -19,7 +18,7 @@ import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
 from . import _replica
-from ._accumulator import Accumulator
+from ._accumulator import Accumulator, AnnouncedWeight
 from ._arguments import (
     check_clipping,
     check_dtype,
@@ -35,6 +34,7 @@ from ._clipping import clip_adaptively
 from ._control import run_either, run_if
 from ._gradients import Gradient, all_finite, check_gradients, global_norm, name_of
 from ._keras_private import (
+    call_losses,
     compiled_by_xla,
     flatten_layers,
     mend_strategies,
@@ -43,7 +43,7 @@ from ._keras_private import (
     replicas_left_to_caller,
     restore_deferred,
 )
-from ._loss import batch_weight, record_terms
+from ._loss import batch_weight, is_a_part, record_terms
 from ._window import AccumSteps, check_accum_steps, checked_steps, trace_schedule
 
 REDUCTIONS = ("mean", "sum")
@@ -51,7 +51,6 @@ ON_NONFINITE = ("propagate", "skip_micro_batch", "skip_window", "raise")
 
 # The weight of the micro-batch whose loss was computed last in this thread, between
 # `compute_loss` and `apply`, and the optimizer that it is meant for.
-_announced = threading.local()
 
 
 @keras.saving.register_keras_serializable(package="keras_accum")
@@ -165,6 +164,9 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         self._static_scale = static_scale
         self._accum_steps = accum_steps
         self._add_counters()
+        self._announced_weight = AnnouncedWeight()
+        # Set for the time of a `fit` by `AccumulationMonitor(tail="flush_end")`.
+        self.flushes_at_end = False
         self._scaled.assign(scaler is not None)
         if scaler is not None and scaler.built:
             self.step_counter.assign(scaler.step_counter)
@@ -387,18 +389,19 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
             tf.errors.InvalidArgumentError: for a gradient that is not finite, with
                 `on_nonfinite="raise"`.
         """
-        grads, announced = list(grads), _take_announced(self)
+        grads = list(grads)
         if not grads:
             return
         _replica.check_compilable()
-        weight = check_weight(announced if weight is None else weight)
+        announced = self._announced_weight.take()
+        weight, checks = check_weight(announced if weight is None else weight)
         variables = self._check(grads, trainable_variables)
         window = self._accumulator
         indices = [self._get_variable_index(v) for v in variables]
         given = [i for i, g in zip(indices, grads) if g is not None]
 
         guards, kept = self._screen([g for g in grads if g is not None], weight)
-        with tf.control_dependencies(guards):
+        with tf.control_dependencies([*guards, *checks]):
             window.add(grads, indices, weight, kept)
             _replica.together(
                 lambda: run_if(
@@ -552,8 +555,11 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
     def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
         """Let the inner optimizer put its averages in place, as `fit` does at its end.
 
-        Before the first update there are none, only zeros.
+        Before the first update there are none, only zeros. With `flushes_at_end`, the
+        open window is applied before: an update moves weights, not their averages.
         """
+        if self.flushes_at_end:
+            self.flush()
         if keras.ops.convert_to_numpy(self.iterations) > 0:
             self.inner_optimizer.finalize_variable_values(var_list)
 
@@ -794,17 +800,8 @@ def _announce_weight(model: keras.Model) -> Iterator[None]:
         return
     with record_terms() as terms:
         yield
-    weight = batch_weight(terms, summed=optimizer.reduction == "sum")
-    _announced.weight, _announced.optimizer = weight, optimizer
+    weight = batch_weight(terms, call_losses(model), optimizer.reduction == "sum")
+    if not is_a_part():
+        optimizer._announced_weight.give(weight)
     optimizer.scale_for(model)
     pool_first_or_next(model, tf.equal(optimizer.micro_step, 0))
-
-
-def _take_announced(optimizer: GradientAccumulationOptimizer) -> tf.Tensor | None:
-    """The weight that was noted for this optimizer, once; None if there is none."""
-    meant = getattr(_announced, "optimizer", None) is optimizer
-    weight = _announced.weight if meant else None
-    _announced.optimizer = _announced.weight = None
-    if weight is None or tf.executing_eagerly():
-        return weight
-    return weight if weight.graph is tf.compat.v1.get_default_graph() else None

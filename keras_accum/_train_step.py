@@ -33,7 +33,6 @@ from ._keras_private import (
     call,
     compute_loss,
     listen_to_reductions,
-    track_loss,
     tracked_apart,
     undivided_losses,
 )
@@ -107,13 +106,10 @@ def compute_window(
         compiled_micro_steps(model),
     ):
         begin_windows(model, first)
-        if two_pass:
-            window = accumulate_coupled(model, batch, split)
-            track_loss(model, window.loss, rows_of(batch))
-        else:
-            with tracked_apart(model) as track:
-                window = accumulate_model(model, batch, split)
-            track(window.loss, window.parts, rows_of(batch))
+        with tracked_apart(model) as track:
+            accumulate_parts = accumulate_coupled if two_pass else accumulate_model
+            window = accumulate_parts(model, batch, split)
+        track(window.loss, window.parts, rows_of(batch))
     return window
 
 

@@ -19,6 +19,7 @@ _ATTRIBUTES = (
     "train_function",
     "make_train_function",
     "_split",
+    "_two_pass",
     "_on_oom",
 )
 

@@ -2,10 +2,11 @@
 
 A contrastive loss, a Dice loss over the batch or a ranking loss is no mean over samples:
 no weighting of micro-batches gives it. But it depends on the samples through their
-predictions alone, which are small. So:
+predictions alone, which are small, and perhaps through losses that layers add in their
+call, which are numbers. Both are its arguments here. So:
 
-    1. forward: the predictions of all micro-batches, without a tape;
-    2. the loss of the whole batch, and its gradient by the predictions;
+    1. forward: the arguments, of all micro-batches, without a tape;
+    2. the loss of the whole batch, and its gradient by the arguments;
     3. forward again with a tape, each micro-batch fed its part of that gradient.
 
 As gradient caching does for retrieval (Gao et al., 2021, "Scaling Deep Contrastive
@@ -31,10 +32,10 @@ from ._keras_private import (
     compute_loss,
     forget_call_losses,
     keras_mask,
+    listen_to_reductions,
     with_keras_mask,
 )
 from ._loop import Split, for_each_micro_batch, rows_of, take
-from ._loss import record_terms
 
 
 def accumulate_coupled(model: keras.Model, batch: Any, split: Split) -> Window:
@@ -45,46 +46,57 @@ def accumulate_coupled(model: keras.Model, batch: Any, split: Split) -> Window:
     """
     x, y, sample_weight = batch
     variables, replicas = model.trainable_weights, _replica.count()
-    scale = model.optimizer.scale_loss
-    y_pred = predict(model, x, split)
+    y_pred, sums = predict(model, x, split)
     forget_calls(model)
-    forget_call_losses(model)
     seen = _of_all_replicas(model, x, y, y_pred, sample_weight)
     outputs = tf.nest.flatten(seen[2])
-    with tf.GradientTape() as tape:
-        tape.watch(outputs)
-        with record_terms():  # Nobody else is to listen: this is no micro-batch.
-            loss = compute_loss(model, *seen)
-        target = scale(loss)
-    values = [v.value for v in variables]
-    cotangents, direct = tape.gradient(target, (outputs, values))
-    model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+    own_rows, all_rows = rows_of(batch), tf.cast(rows_of(outputs), "float32")
+    added = [total / all_rows for total in _replica.sum_over_replicas(sums)]
+    parts: list[tf.Tensor] = []
 
-    all_rows = tf.cast(rows_of(outputs), "float32")
-    own_rows = rows_of(batch)
+    def note(*reduced: Any) -> tf.Tensor:
+        parts.append(reduced[-1])
+        return reduced[-1]
+
+    with tf.GradientTape() as tape:
+        tape.watch([outputs, added])
+        forget_call_losses(model)
+        for value in added:
+            keras.layers.Layer.add_loss(model, value)
+        with listen_to_reductions(note):  # Nobody else is to: this is no micro-batch.
+            loss = compute_loss(model, *seen)
+        target = model.optimizer.scale_loss(loss)
+    forget_call_losses(model)
+    values = [v.value for v in variables]
+    cotangents, factors, direct = tape.gradient(target, (outputs, added, values))
+    model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
     cotangents = take(cotangents, _replica.first_row(own_rows), own_rows)
 
     def loss_of(micro_batch: Any, micro_rows: tf.Tensor) -> Any:
         x, cotangents = micro_batch
         predictions = tf.nest.flatten(call(model, x))
         pool_calls(model)
+        share = tf.cast(micro_rows, "float32") / all_rows
+        pairs = [*zip(predictions, cotangents)]
+        pairs += [(v, f * share) for v, f in zip(_added(model), factors) if f is not None]
         carried = [
             tf.reduce_sum(tf.cast(p, "float32") * tf.cast(c, "float32"))
-            for p, c in zip(predictions, cotangents)
+            for p, c in pairs
             if c is not None
         ]
-        share = tf.cast(micro_rows, "float32") / all_rows
-        added = [tf.reduce_sum(tf.cast(v, "float32")) * share for v in call_losses(model)]
-        extra = tf.add_n(added) if added else tf.zeros(())
-        return tf.add_n([*carried, scale(extra)]), None, [extra]
+        return tf.add_n(carried) if carried else tf.zeros(()), None, []
 
-    window = accumulate(loss_of, variables, (x, cotangents), split, "sum", parts=1)
-    # What does not pass through the predictions is the same on all replicas.
+    window = accumulate(loss_of, variables, (x, cotangents), split, "sum")
+    # What does not pass through the arguments is the same on all replicas.
     direct = [d if d is None else tf.convert_to_tensor(d) / replicas for d in direct]
     gradients = [_sum(g, d) for g, d in zip(window.gradients, direct)]
-    part = tf.math.divide_no_nan(all_rows, tf.cast(own_rows, "float32"))
-    loss = tf.cast(loss, "float32") + window.parts[0] * part
-    return Window(loss, gradients, all_rows / replicas, [], all_rows)
+    loss = tf.cast(loss, "float32")
+    return Window(loss, gradients, all_rows / replicas, parts, all_rows)
+
+
+def _added(model: keras.Model) -> list[tf.Tensor]:
+    """The losses that layers added in the last call, scalars in the layers' order."""
+    return [tf.reduce_sum(tf.cast(v, "float32")) for v in call_losses(model)]
 
 
 def _of_all_replicas(
@@ -109,28 +121,34 @@ def _gather(tensor: Any) -> Any:
     return with_keras_mask(_replica.concatenate(tensor), mask)
 
 
-def predict(model: keras.Model, x: Any, split: Split) -> Any:
-    """The training predictions for `x`, without an effect on any state of the model."""
-    spec, masks, moved = _describe(model, x)
+def predict(model: keras.Model, x: Any, split: Split) -> tuple[Any, list[tf.Tensor]]:
+    """The training predictions for `x`, without an effect on any state of the model.
+
+    And the losses that layers added to them, each times the samples of its micro-batch.
+    """
+    spec, masks, moved, count = _describe(model, x)
     rows = rows_of(x)
     buffers = [tf.zeros(tf.concat([[rows], s], 0), t.dtype) for t, s in spec]
     # The state that a call moves travels through the loop instead.
-    start = (buffers, [tf.convert_to_tensor(v.value) for v in moved])
+    values = [tf.convert_to_tensor(v.value) for v in moved]
+    start = (buffers, values, [tf.zeros(())] * count)
 
     def step(micro_batch: Any, rows: tf.Tensor, state: Any) -> Any:
-        (x, positions), (buffers, values) = micro_batch, state
+        (x, positions), (buffers, values, sums) = micro_batch, state
         known = list(zip(moved, values))
         with keras.StatelessScope(known, collect_losses=True) as scope:
-            found = _unpack(call(model, x))
+            forget_call_losses(model)
+            found, added = _unpack(call(model, x)), _added(model)
             values = [scope.get_current_value(v) for v in moved]
         positions = tf.expand_dims(positions, -1)
         buffers = [
             tf.tensor_scatter_nd_update(b, positions, f) for b, f in zip(buffers, found)
         ]
-        return buffers, values
+        sums = [s + value * tf.cast(rows, "float32") for s, value in zip(sums, added)]
+        return buffers, values, sums
 
-    buffers, _ = for_each_micro_batch(step, (x, tf.range(rows)), start, split)
-    return masks.pack(buffers)
+    buffers, _, sums = for_each_micro_batch(step, (x, tf.range(rows)), start, split)
+    return masks.pack(buffers), sums
 
 
 class _Masks:
@@ -156,13 +174,20 @@ def _unpack(y_pred: Any) -> list[tf.Tensor]:
     return [*predictions, *[mask for mask in masks if mask is not None]]
 
 
-def _describe(model: keras.Model, x: Any) -> tuple[list, _Masks, list[keras.Variable]]:
-    """Types and shapes of the predictions and masks, and what variables a call moves."""
+def _describe(
+    model: keras.Model, x: Any
+) -> tuple[list, _Masks, list[keras.Variable], int]:
+    """Types and shapes of the predictions and masks; what else a call leaves.
+
+    That is: the variables that it moves, and how many losses are added in it.
+    """
     found: dict[str, Any] = {}
 
     def look(x: Any) -> list[tf.Tensor]:
         with keras.StatelessScope(collect_losses=True) as scope:
+            forget_call_losses(model)
             y_pred = call(model, x)
+            found["added"] = len(call_losses(model))
             found["masks"] = _Masks(y_pred)
             found["all"] = _unpack(y_pred)
             found["moved"] = [
@@ -182,7 +207,8 @@ def _describe(model: keras.Model, x: Any) -> tuple[list, _Masks, list[keras.Vari
         else:
             # Sizes that only data tell: one sample tells them.
             shapes = looked(one)
-    return list(zip(found["all"], shapes)), found["masks"], found["moved"]
+    spec = list(zip(found["all"], shapes))
+    return spec, found["masks"], found["moved"], found["added"]
 
 
 def _sum(gradient: tf.Tensor | None, direct: tf.Tensor | None) -> tf.Tensor | None:

@@ -14,6 +14,7 @@ from helpers import (
     Batches,
     assert_close,
     assert_differ,
+    assert_equal,
     assert_refused,
     compile_in,
     data,
@@ -211,6 +212,27 @@ def test_averaged_weights_are_put_in_place_after_the_last_flush(tail):
     assert_close(model.get_weights(), weights)
     assert_close(slots(model.optimizer), averages)
     assert_differ(model.get_weights(), large_batches(tail)[0])
+
+
+def test_after_an_early_stop_the_last_flush_comes_before_the_averages_too():
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = epoch == 1
+
+    def train(epochs, *callbacks, samples=26):
+        model = accumulating(inner=averaged_sgd())
+        monitor = AccumulationMonitor(tail="flush_end")
+        fit(model, *data(samples), 4, epochs=epochs, callbacks=[monitor, *callbacks])
+        return model
+
+    stopped, whole = train(9, Stop()), train(2)
+    assert_equal(stopped.get_weights(), whole.get_weights())
+    assert_close(stopped.get_weights(), large_batches("flush_end", averaged_sgd)[0])
+    # And what comes later is not flushed by itself.
+    x, y = data()
+    fit(stopped, x, y, 4)
+    assert int(stopped.optimizer.micro_step.numpy()) == 3
+    assert_differ(stopped.get_weights(), whole.get_weights())
 
 
 def test_a_window_that_is_empty_is_not_updated_with():

@@ -25,7 +25,7 @@ from tensorflow.python.eager import context
 import keras_accum as ka
 from keras_accum import _planner
 from keras_accum._keras_private import all_metrics, call_traces
-from keras_accum._measure import Meter
+from keras_accum._measure import Meter, run
 from keras_accum._search import Patience, Trial
 from keras_accum._transaction import untouched, variables
 
@@ -320,6 +320,27 @@ def test_the_allocator_and_the_compiler_agree_on_what_grows_with_a_sample(method
     one = LAYERS * WIDTH * 4
     assert 0.7 * one < allocator < 3.3 * one
     assert 0.7 * one < compiler < 3.3 * one
+
+
+def test_what_else_is_in_memory_does_not_count():
+    model = compiled("graph")
+    alone = plan(model).peak_bytes
+    other = tf.ones((16, 2**20))
+    assert plan(model).peak_bytes < alone + 2**20 < other.shape.num_elements() * 4
+
+
+def test_of_several_steps_the_largest_peak_and_the_shortest_time_count(monkeypatch):
+    peaks = iter([0, 30, 50, 20, 40, 10])
+    monkeypatch.setattr(
+        "keras_accum._measure._memory_info", lambda: {"peak": next(peaks)}
+    )
+    times = iter([0.0, 0.3, 1.0, 1.1, 2.0, 2.4, 3.0, 3.3])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    steps = []
+    next(peaks)  # The first step, which warms up, is not asked for its own.
+    found = run(lambda batch: steps.append(batch) or [], "batch", count=True)
+    assert found == (50, pytest.approx(0.1))
+    assert steps == ["batch"] * 5
 
 
 def test_the_plan_trains_as_the_large_batch():
@@ -688,10 +709,10 @@ def test_running_out_of_memory_is_a_verdict_and_any_other_error_is_not(monkeypat
     model = compile_in(dense_model(), "eager", keras.optimizers.SGD())
     step = Meter._step
 
-    def failing(error):
+    def failing(error, message="OOM when allocating"):
         def make(meter, size, *args):
             if size > 3:
-                raise error(None, None, "OOM when allocating")
+                raise error(None, None, message)
             return step(meter, size, *args)
 
         return make
@@ -702,6 +723,10 @@ def test_running_out_of_memory_is_a_verdict_and_any_other_error_is_not(monkeypat
     assert any(trial.peak_bytes is None for trial in found.trials)
     monkeypatch.setattr(Meter, "_step", failing(tf.errors.InvalidArgumentError))
     with pytest.raises(tf.errors.InvalidArgumentError):
+        plan(model)
+    full = failing(tf.errors.ResourceExhaustedError, "The queue is full")
+    monkeypatch.setattr(Meter, "_step", full)
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="queue is full"):
         plan(model)
 
 

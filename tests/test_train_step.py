@@ -23,6 +23,7 @@ from helpers import (
 )
 
 import keras_accum as ka
+from keras_accum._model import _settings_of
 
 # Of 11 samples, micro-batches of 4, 4 and 3.
 SAMPLES, STEPS, SIZES = 11, {"accum_steps": 3}, (4, 4, 3)
@@ -1053,6 +1054,49 @@ def test_a_saved_accumulating_model_keeps_its_settings(split, two_pass, tmp_path
     for each in (model, loaded):
         each.train_on_batch(x, y)
     assert_equal(loaded.get_weights(), model.get_weights())
+
+
+def test_a_clone_accumulates_as_the_model_does():
+    model = accumulating(micro_batch_size=4, two_pass=True, on_oom="halve")
+    other = accumulating(accum_steps=3)
+    clone = keras.models.clone_model(model)
+    assert isinstance(clone, ka.GradientAccumulationModel)
+    found = (clone.micro_batch_size, clone.accum_steps, clone.two_pass, clone.on_oom)
+    assert found == (4, None, True, "halve")
+    assert keras.models.clone_model(other).accum_steps == 3
+    assert keras.models.clone_model(clone).micro_batch_size == 4
+
+
+def test_a_clone_has_its_normalization_converted():
+    inputs = keras.Input((5,))
+    outputs = keras.layers.BatchNormalization()(inputs)
+    model = ka.GradientAccumulationModel(inputs, outputs, accum_steps=3)
+    convert = ka.AccumBatchNormalization.convert
+    clone = keras.models.clone_model(model, clone_function=convert)
+    assert [type(x) for x in clone.layers[1:]] == [ka.AccumBatchNormalization]
+    assert clone.accum_steps == 3
+
+
+@pytest.mark.parametrize("kind", ["class", "in place"])
+def test_accumulating_anew_leaves_what_it_is_not_told(kind):
+    if kind == "class":
+        model = accumulating(**STEPS, two_pass=True, on_oom="halve")
+    else:
+        model = ka.accumulate(dense_model(), **STEPS, two_pass=True, on_oom="halve")
+    settings = []
+    for more in ({}, {"two_pass": False}, {"on_oom": "raise"}, {"two_pass": True}):
+        ka.accumulate(model, micro_batch_size=4, **more)
+        settings.append(tuple(_settings_of(model)))
+    expected = [(True, "halve"), (False, "halve"), (False, "raise"), (True, "raise")]
+    assert settings == expected
+
+
+def test_what_is_no_model_is_refused():
+    assert_refused(
+        lambda: ka.accumulate("a path", **STEPS),
+        TypeError,
+        "`model` must be a `keras.Model`. Received: 'a path'",
+    )
 
 
 @pytest.mark.parametrize("cls", [OwnModel, OwnRegisteredModel])

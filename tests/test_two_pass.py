@@ -218,6 +218,73 @@ def test_regularisers_and_added_losses_count_once(mode):
     check(make, views(), mode, lambda: {"loss": nt_xent})
 
 
+class LeavesOut(keras.Model):
+    """Does not count what its layers add."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return nt_xent(y, y_pred)
+
+
+class Weighs(keras.Model):
+    """Multiplies the losses that its layers add, and their squares."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        added = [10 * loss + loss**2 for loss in self.losses]
+        return nt_xent(y, y_pred) + sum(added)
+
+
+@pytest.mark.parametrize("cls", [LeavesOut, Weighs])
+def test_a_compute_loss_does_with_added_losses_what_it_likes(cls, mode):
+    def make():
+        plain = encoder(
+            Penalty(), keras.layers.Dense(6, "tanh", activity_regularizer="l2")
+        )
+        return cls(plain.inputs[0], plain.outputs[0])
+
+    options = lambda: {"loss": None}  # noqa: E731
+    oracle = train_twice(make, views(), options=options)
+    found = train_twice(make, views(), mode, STEPS, options=options, two_pass=True)
+    assert_same_step(found, oracle)
+    naive = mean_of_means(make, views(), SIZES, options)
+    assert_differ(naive.get_weights(), oracle[0].get_weights())
+
+
+def test_a_model_that_trains_by_added_losses_alone_takes_two_passes(mode):
+    def make():
+        keras.utils.set_random_seed(3)
+        dense = keras.layers.Dense(4, "tanh")
+        return keras.Sequential([keras.Input((2, 5)), dense, Penalty()])
+
+    options = lambda: {"loss": None}  # noqa: E731
+    x, _ = views()
+    oracle = train_twice(make, (x,), options=options)
+    found = train_twice(make, (x,), mode, STEPS, options=options, two_pass=True)
+    assert_same_step(found, oracle)
+    assert_differ(oracle[0].get_weights(), make().get_weights())
+
+
+@pytest.mark.parametrize("on_oom", ["raise", "halve"])
+def test_the_losses_of_outputs_are_logged_by_samples(on_oom):
+    """Keras takes the mean of batches in a graph, of samples in eager mode."""
+
+    def make():
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((5,))
+        outputs = {n: keras.layers.Dense(3, name=n)(inputs) for n in ("a", "b")}
+        return keras.Model(inputs, outputs)
+
+    x, y = data(SAMPLES)
+    targets = {"a": y, "b": 2 * y**2}
+    plain = compile_in(make(), "eager", keras.optimizers.SGD(0.0))
+    expected = fit(plain, x, targets, 8).history
+    model = ka.accumulate(make(), **STEPS, two_pass=True, on_oom=on_oom)
+    compile_in(model, "graph", keras.optimizers.SGD(0.0))
+    found = fit(model, x, targets, 8).history
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert_close(found[name], values, what=name)
+
+
 def test_several_outputs_of_which_one_is_coupled_are_exact():
     def make():
         keras.utils.set_random_seed(1)
