@@ -249,7 +249,7 @@ def test_a_custom_compute_loss_says_that_weights_are_unknown():
         Own(base.inputs, base.outputs), "graph", ka.AccumOptimizer("sgd", 2)
     )
     x, y = data(6)
-    with pytest.warns(UserWarning, match="computes its loss without a Keras loss"):
+    with pytest.warns(UserWarning, match="no Keras loss was computed"):
         fit(model, x, y, 3)
 
 
