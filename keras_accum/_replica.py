@@ -63,7 +63,7 @@ def first_of(value: Any) -> Any:
 
 def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The sums of `tensors` over all replicas, in one batched reduction."""
-    if count() == 1:
+    if count() == 1 or not tensors:
         return list(tensors)
     context = tf.distribute.get_replica_context()
     # Inside of a conditional, the value of a variable has no device to reduce on:

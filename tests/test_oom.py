@@ -264,10 +264,10 @@ def test_a_model_of_the_class_does_it_too(tmp_path):
     assert (loaded.on_oom, loaded.accum_steps) == ("halve", 2)
 
 
-def test_accumulating_anew_without_it_switches_it_off():
+def test_accumulating_anew_switches_it_off():
     model = dense_model()
     ka.accumulate(model, micro_batch_size=4, on_oom="halve")
-    ka.accumulate(model, micro_batch_size=4)
+    ka.accumulate(model, micro_batch_size=4, on_oom="raise")
     model.compile("sgd", "mse")
     model.train_on_batch(*data(8))
     assert not isinstance(model.train_function, _oom.RetryingStep)
