@@ -99,6 +99,7 @@ def plan(
             _options(model, recompute),
             Patience(),
             meter.sums,
+            meter.held.total,
         )
         if best is None:
             raise ValueError(nothing_fits(trials, budget, meter.held, model))

@@ -89,6 +89,7 @@ class Search:
         recompute: what the step recomputes.
         patience: for how long to look for a size that is faster.
         sums: bytes that the sums of gradients take, which the last size may not need.
+        held: bytes that are there before a step, whatever the size.
         start: the size to measure first; by default a 16th of the last.
     """
 
@@ -100,9 +101,11 @@ class Search:
         recompute: Any,
         patience: Patience,
         sums: int = 0,
+        held: int = 0,
         start: int | None = None,
     ) -> None:
         self._sums = sums
+        self._held = held
         self._start = start
         self._measure = measure
         self._sizes = list(sizes)
@@ -193,13 +196,21 @@ class Search:
     def _guess(self, low: int, high: int) -> int:
         """The largest index that the line says fits; `low` if none above it does."""
         if self.predict(1) is None:
-            return low + 1 if low >= 0 else (high - 1) // 2
+            return self._second_guess(low) if low >= 0 else (high - 1) // 2
         fitting = [
             index
             for index in range(low + 1, high)
             if (self.predict(self._sizes[index]) or 0) <= self._budget
         ]
         return fitting[-1] if fitting else low
+
+    def _second_guess(self, low: int) -> int:
+        """The largest index that fits if all but what is there before grows with it."""
+        size, fixed = self._sizes[low], self._held + self._sums
+        grows = (self.trials[low].peak_bytes or 0) - fixed
+        room = (self._budget - fixed) / max(grows, 1) * size if fixed else 0.0
+        fitting = [i for i, s in enumerate(self._sizes[:-1]) if s <= room]
+        return max(low + 1, fitting[-1] if fitting else 0)
 
     def _surely_too_large(self, index: int) -> bool:
         """Whether there is no need to measure that a size does not fit."""
@@ -221,6 +232,7 @@ def choose(
     options: list[Any],
     patience: Patience,
     sums: int = 0,
+    held: int = 0,
 ) -> tuple[Trial | None, list[Trial]]:
     """The fastest trial that fits, and all of them.
 
@@ -232,12 +244,13 @@ def choose(
             whole batch does not fit with those before it: there is nothing to gain then.
         patience: for how long to look for something faster.
         sums: bytes of the sums of gradients, which a single micro-batch may not need.
+        held: bytes that are there before a step.
     """
     best: tuple[Search, Trial] | None = None
     searches: list[Search] = []
     start = None
     for option in options:
-        search = Search(measure, sizes, budget, option, patience, sums, start)
+        search = Search(measure, sizes, budget, option, patience, sums, held, start)
         try:
             found = search.run_largest()
         except ValueError as error:

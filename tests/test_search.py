@@ -316,3 +316,19 @@ def test_budgets_of_another_kind_are_refused(budget):
 def test_bytes_are_written_in_the_largest_unit():
     sizes = [5, 2048, 1.5 * MIB, 3 * 2**30]
     assert [format_bytes(s) for s in sizes] == ["5 B", "2.0 KiB", "1.5 MiB", "3.0 GiB"]
+
+
+@pytest.mark.parametrize(("held", "tried"), [(600, [4, 16]), (0, [4, 8])])
+def test_the_second_size_is_guessed_by_what_is_held(held, tried):
+    """What is there before a step does not grow with the size: one trial less."""
+    asked = []
+
+    def measure(size, recompute, timed):
+        asked.append(size)
+        return Trial(size, recompute, 1000 + 10 * size, seconds=1.0)
+
+    sums = 400 if held else 0
+    budget = 1000 + 10 * 16 + 5
+    search = Search(measure, candidates(64), budget, False, Patience(), sums, held)
+    assert candidates(64)[search.largest()] == 16
+    assert asked[:2] == tried
