@@ -244,7 +244,6 @@ class AnnouncedWeight:
     def take(self) -> tf.Tensor:
         """The weight that was noted, once; 1 if there is none."""
         known, weight = tf.unstack(_read(self._known_and_weight))
-        known, weight = tf.identity(known), tf.identity(weight)
         self._known_and_weight.assign(tf.zeros((2,)))
         return tf.where(known > 0, weight, 1.0)
 

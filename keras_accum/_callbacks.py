@@ -125,6 +125,8 @@ class AccumulationMonitor(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Close the window, or warn that it stays open."""
         self.optimizer.flushes_at_end = False
+        if self.tail == "flush_end":
+            self.optimizer.flush()  # For a loop that is not `fit`, which has flushed.
         left = _number(self.optimizer.micro_step)
         if left:
             logger.warning(

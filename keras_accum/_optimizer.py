@@ -387,7 +387,8 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
                 was not there when the optimizer was built, or the weight is negative.
                 Nothing has changed then.
             tf.errors.InvalidArgumentError: for a gradient that is not finite, with
-                `on_nonfinite="raise"`.
+                `on_nonfinite="raise"`; in a graph, for a negative weight or a NaN. XLA
+                leaves both checks out.
         """
         grads = list(grads)
         if not grads:

@@ -79,16 +79,22 @@ def test_micro_steps_with_convolutions_are_compiled_without_their_loop(
     assert model.jit_compile == (mode == "xla")
 
 
-def test_the_update_is_compiled():
-    compiled = []
+def watched_sgd(compiled):
+    """SGD that notes in a list whether XLA compiles its updates."""
 
     class Watched(keras.optimizers.SGD):
         def update_step(self, *args):
             compiled.append(compiled_by_xla())
             super().update_step(*args)
 
+    return Watched(0.1)
+
+
+def test_the_update_is_compiled():
+    compiled = []
+
     model = ka.accumulate(conv_model(), **STEPS)
-    compile_in(model, "xla", Watched(0.1))
+    compile_in(model, "xla", watched_sgd(compiled))
     fit(model, *images(), batch_size=SAMPLES)
     assert set(compiled) == {True}
 
@@ -99,11 +105,6 @@ def test_nothing_else_is_compiled():
     model.train_on_batch(*images())
     compiled = []
 
-    class Watched(keras.optimizers.SGD):
-        def update_step(self, *args):
-            compiled.append(compiled_by_xla())
-            super().update_step(*args)
-
     def loss(micro_batch):
         compiled.append(compiled_by_xla())
         return tf.reduce_mean(model(micro_batch))
@@ -113,7 +114,7 @@ def test_nothing_else_is_compiled():
         return ka.accumulate_gradients(loss, model.trainable_variables, x, accum_steps=3)
 
     gradients(images()[0])
-    model.compile(Watched(0.1), "mse", jit_compile=True)
+    model.compile(watched_sgd(compiled), "mse", jit_compile=True)
     model.train_step(images())  # By hand, in eager mode.
     assert set(compiled) == {False}
 

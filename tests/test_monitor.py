@@ -235,6 +235,17 @@ def test_after_an_early_stop_the_last_flush_comes_before_the_averages_too():
     assert_differ(stopped.get_weights(), whole.get_weights())
 
 
+@pytest.mark.parametrize(("tail", "left"), [("flush_end", 0), ("carry", 1)])
+def test_a_loop_that_is_not_fit_is_flushed_at_its_end(tail, left):
+    model, monitor = accumulating(), AccumulationMonitor(tail=tail)
+    monitor.set_model(model)
+    monitor.on_train_begin()
+    model.optimizer.apply([tf.ones(v.shape) for v in model.trainable_variables])
+    monitor.on_train_end()
+    assert int(model.optimizer.micro_step.numpy()) == left
+    assert int(model.optimizer.iterations.numpy()) == 1 - left
+
+
 def test_a_window_that_is_empty_is_not_updated_with():
     # Momentum and decay would move the weights without any gradient.
     for tail in ("flush_epoch", "flush_end", "drop"):
