@@ -113,7 +113,7 @@ def test_losses_of_parts_leave_no_weight(mode):
 
     def step(x, y):
         batch = (x, y)
-        _, found = ka.accumulate_gradients(loss, variables, batch, micro_batch_size=4)
+        _, found = ka.accumulate_gradients(loss, variables, batch, micro_batch_size=3)
         model.optimizer.apply(found, variables)
 
     in_mode(step, mode)(*map(tf.constant, data(SAMPLES)))
