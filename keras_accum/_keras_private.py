@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend import compute_output_spec
+from keras.src.backend import random as keras_random
 from keras.src.backend.common.global_state import (
     get_global_attribute,
     set_global_attribute,
@@ -28,7 +29,7 @@ from keras.src.backend.tensorflow import trainer
 from keras.src.losses import loss as keras_loss
 from keras.src.models.functional import Functional as Functional
 from keras.src.models.model import functional_init_arguments
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, draw_seed
 from keras.src.trainers.trainer import Trainer
 from keras.src.utils.python_utils import is_default
 from tensorflow.compiler.xla.service import hlo_pb2
@@ -516,6 +517,49 @@ def current_scope() -> Any:
 def is_symbolic() -> bool:
     """Whether Keras calls only to learn shapes; `keras.SymbolicScope` cannot be asked."""
     return in_symbolic_scope()
+
+
+class MaskDrawing:
+    """What a call of dropout is about to draw.
+
+    Attributes:
+        inputs: what it drops of; the mask has their shape.
+        draw: draws the mask, True where something stays.
+        skip: moves the seed on as if it had been drawn.
+    """
+
+    def __init__(
+        self, inputs: tf.Tensor, draw: Callable[[], tf.Tensor], seed: Any
+    ) -> None:
+        self.inputs, self.draw = inputs, draw
+        self.skip = functools.partial(draw_seed, seed)
+
+
+@functools.cache
+def take_dropout_masks_from(source: Callable[[MaskDrawing], tf.Tensor | None]) -> None:
+    """Have dropout in Keras use the mask that `source` gives, if it gives one.
+
+    Keras draws a mask and applies it in one function, which its layers and `keras.random`
+    look up by name. With a mask that was drawn as told, the result is that function's,
+    bit for bit.
+    """
+    dropout = keras_random.dropout
+
+    @functools.wraps(dropout)
+    def dropout_by_mask(
+        inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None
+    ) -> tf.Tensor:
+        inputs = tf.convert_to_tensor(inputs)
+
+        def draw() -> tf.Tensor:
+            return dropout(tf.ones_like(inputs), rate, noise_shape, seed) > 0
+
+        mask = source(MaskDrawing(inputs, draw, seed)) if 0 < rate < 1 else None
+        if mask is None:
+            return dropout(inputs, rate, noise_shape, seed)
+        return tf.where(mask, inputs * (1 / (1 - rate)), tf.zeros((), inputs.dtype))
+
+    keras_random.dropout = dropout_by_mask
 
 
 def save_context() -> Callable[[], contextlib.AbstractContextManager[None]]:

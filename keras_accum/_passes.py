@@ -24,6 +24,15 @@ class Pass(keras.StatelessScope):
         super().__init__(collect_losses=True)
         self.state_mapping.update(values)
         self.assigned: dict[int, keras.Variable] = {}
+        self._graph = tf.compat.v1.get_default_graph()
+
+    def is_here(self) -> bool:
+        """Whether what is made now can be used in the pass itself: not inside a loop."""
+        return tf.compat.v1.get_default_graph() is self._graph
+
+    def draw(self, draw: Callable[[], tf.Tensor], skip: Callable[[], Any]) -> tf.Tensor:
+        """What `draw` gave, at this place, in the first pass; else what `skip` does."""
+        raise NotImplementedError
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Note that a variable was assigned."""
@@ -45,6 +54,14 @@ class FirstPass(Pass):
         self.after = after
         self.state: dict[int, tf.Tensor] = {}
         self.kept: Kept = []
+        self.drawn: list[tf.Tensor] = []
+
+    def draw(self, draw: Callable[[], tf.Tensor], skip: Callable[[], Any]) -> tf.Tensor:
+        """What `draw` gives; inside of another block's second pass, what it gave."""
+        outer = self.outer
+        given = isinstance(outer, SecondPass) and outer.is_here()
+        self.drawn.append(outer.draw(draw, skip) if given else draw())
+        return self.drawn[-1]
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """The value of `variable`, of which gradients go through the second pass."""
@@ -65,11 +82,19 @@ class FirstPass(Pass):
 
 
 class SecondPass(Pass):
-    """Has the outputs that the first pass kept."""
+    """Has the outputs that the first pass kept, and what it drew."""
 
-    def __init__(self, values: dict[int, tf.Tensor], kept: Kept) -> None:
+    def __init__(
+        self, values: dict[int, tf.Tensor], kept: Kept, drawn: Sequence[tf.Tensor]
+    ) -> None:
         super().__init__(values)
         self._kept = kept
+        self._drawn = iter(drawn)
+
+    def draw(self, draw: Callable[[], tf.Tensor], skip: Callable[[], Any]) -> tf.Tensor:
+        """What the first pass drew."""
+        skip()
+        return next(self._drawn)
 
     def take(self, key: "Keep") -> list[tf.Tensor]:
         """What the next call of `key` gave in the first pass."""

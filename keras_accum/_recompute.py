@@ -86,8 +86,9 @@ def recompute(
     ```
 
     Of a part that is recomputed only arguments and results stay in memory between the
-    two passes. Loss, gradients and state are those of the plain model: dropout draws the
-    same masks, moving statistics move once, `add_loss` keeps its gradient.
+    two passes, and of each dropout its mask, a bit for each element. Loss, gradients and
+    state are those of the plain model: the masks are the same, moving statistics move
+    once, `add_loss` keeps its gradient.
 
     Works in place: weights, names, config and what is saved are the model's own; a model
     loaded from it, or a clone, trains as usual until it is passed here too. `predict` and

@@ -3,8 +3,9 @@
 Activation checkpointing (Chen et al., 2016, "Training Deep Nets with Sublinear Memory
 Cost"): between the passes only arguments and results are kept. The second pass has to
 compute what the first one did, so it gets what the first one had: the state it read
-(seeds, moving statistics), masks, the compute type, the arguments that Keras passes down.
-State moves once, by the first pass; losses that layers add are results like the others.
+(seeds, moving statistics), masks, the compute type, the arguments that Keras passes down,
+and what dropout dropped. State moves once, by the first pass; losses that layers add are
+results like the others.
 
 The bare mechanism is `tf.recompute_grad`, which is what `keras.remat` calls. It cannot
 carry this: it runs the same function twice, so that dropout draws a second mask and
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from ._dropout import keep_dropout_masks
 from ._keras_private import (
     build_by_call,
     could_record,
@@ -59,6 +61,7 @@ class Block:
         *,
         verify: bool = False,
     ) -> None:
+        keep_dropout_masks()
         self.function, self.name = function, name
         self._roots = layers
         self._verify, self._first_call = verify, True
@@ -194,6 +197,7 @@ class _Recomputed:
                     *self.arguments.others,
                     *[first.state[i] for i in moved],
                     *[tensor for _, outputs in first.kept for tensor in outputs],
+                    *first.drawn,
                 ],
                 upstream,
             )
@@ -202,9 +206,10 @@ class _Recomputed:
         others = _take(tied, self.arguments.others)
         state = {**first.state, **dict(zip(moved, _take(tied, moved)))}
         kept = [(key, _take(tied, outputs)) for key, outputs in first.kept]
+        drawn = _take(tied, first.drawn)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([*inputs, *variables])
-            scope = SecondPass({**state, **self._mapping(inputs)}, kept)
+            scope = SecondPass({**state, **self._mapping(inputs)}, kept, drawn)
             with self.context():
                 results = self._run(scope, inputs, others).results
         sources = [*inputs, *variables]

@@ -13,7 +13,7 @@ ROWS = [
     {"_nest", "_tie"},
     {"_passes"},
     {"_accumulator", "_arguments", "_checkpoint", "_loop", "_loss", "_batch_norm"}
-    | {"_recompute_checks", "_select"},
+    | {"_recompute_checks", "_select", "_dropout"},
     {"_recompute_core"},
     {"_segments"},
     {"_accumulate", "_optimizer", "_recompute"},

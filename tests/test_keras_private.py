@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import assert_close, data, dense_model
+from keras.src.backend import random as keras_random
 from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
 from keras.src.losses import loss as keras_loss
 from keras.src.trainers import compile_utils
 from keras.src.trainers.trainer import Trainer
@@ -301,6 +303,26 @@ def test_what_a_layer_passed_to_add_loss_is_in_these_containers():
     model = keras.Sequential([keras.Input((3,)), Adds()])
     model(np.ones((2, 3), "float32"))
     assert sum(len(c) for c in private.call_traces(model) if isinstance(c, list)) == 1
+
+
+def test_dropout_draws_in_one_function_that_layers_look_up_by_name():
+    expected = ["inputs", "rate", "noise_shape", "seed"]
+    assert parameters(keras_random.dropout) == expected
+    for caller in (
+        keras.layers.Dropout.call,
+        keras.layers.SpatialDropout1D.call,
+        keras.layers.Attention._apply_scores,
+        DropoutRNNCell._create_dropout_mask,
+        keras.random.dropout,
+    ):
+        assert "backend.random.dropout(" in inspect.getsource(caller)
+
+
+def test_a_seed_is_drawn_without_the_numbers():
+    seeds = [keras.random.SeedGenerator(3) for _ in range(2)]
+    keras.random.dropout(np.ones(4, "float32"), 0.5, seed=seeds[0])
+    private.MaskDrawing(tf.ones(4), None, seeds[1]).skip()
+    assert_close(seeds[1].state, seeds[0].state)
 
 
 def test_the_state_of_layers_is_what_is_not_trained():

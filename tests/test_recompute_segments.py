@@ -246,5 +246,5 @@ def test_tensorflow_57205_a_single_layer_saves_nothing_and_a_block_does():
         return keras.Model(inputs, hidden)
 
     plain = peak(blocks)
-    assert peak(switched("dense_*", make=blocks)) > 0.9 * plain
+    assert peak(switched("dense_*", make=blocks)) > 0.75 * plain
     assert peak(switched("block_*", make=blocks)) < 0.5 * plain
