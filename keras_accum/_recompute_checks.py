@@ -128,7 +128,7 @@ class RandomCheck:
         self._refuse(traced.graph.get_operations())
 
     def _refuse(self, operations: Sequence[tf.Operation]) -> None:
-        drawn = sorted(_RANDOM & {operation.type for operation in operations})
+        drawn = sorted(_RANDOM & _types(operations))
         if drawn:
             raise ValueError(
                 f"'{self._block.name}' draws random numbers from a state of TensorFlow's "
@@ -141,6 +141,31 @@ def _operations() -> Sequence[tf.Operation]:
     if tf.executing_eagerly():
         return []
     return tf.compat.v1.get_default_graph().get_operations()
+
+
+def _types(operations: Sequence[tf.Operation]) -> set[str]:
+    """The types of `operations` and of what they call: bodies of loops, branches."""
+    found = {operation.type for operation in operations}
+    called = [name for op in operations for name in _functions(op.node_def)]
+    if not called:
+        return found
+    library = operations[0].graph.as_graph_def().library.function
+    bodies = {function.signature.name: function.node_def for function in library}
+    while called:
+        for node in bodies.pop(called.pop(), []):  # Each but once.
+            found.add(node.op)
+            called += _functions(node)
+    return found
+
+
+def _functions(node: Any) -> list[str]:
+    """The names of the functions that the operation of a `NodeDef` calls."""
+    return [
+        function.name
+        for value in node.attr.values()
+        for function in [value.func, *value.list.func]
+        if function.name
+    ]
 
 
 def check_same(block: Any, args: Any, kwargs: Any) -> None:
@@ -163,12 +188,22 @@ def check_same(block: Any, args: Any, kwargs: Any) -> None:
 
 
 def _concrete(value: Any) -> Any:
-    if not isinstance(value, tf.Tensor) or hasattr(value, "numpy"):
-        return value
-    shape = [2 if size is None else size for size in value.shape]
-    if value.dtype.is_floating:
-        return tf.random.stateless_normal(shape, (1, 2), dtype=value.dtype)
-    return tf.ones(shape, value.dtype)
+    if isinstance(value, tf.RaggedTensor) and not hasattr(value.flat_values, "numpy"):
+        return tf.RaggedTensor.from_tensor(
+            _made_up(value),
+            ragged_rank=value.ragged_rank,
+            row_splits_dtype=value.row_splits.dtype,
+        )
+    if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
+        return _made_up(value)
+    return value
+
+
+def _made_up(like: tf.Tensor | tf.RaggedTensor) -> tf.Tensor:
+    shape = [2 if size is None else size for size in like.shape]
+    if like.dtype.is_floating:
+        return tf.random.stateless_normal(shape, (1, 2), dtype=like.dtype)
+    return tf.ones(shape, like.dtype)
 
 
 def _outputs(block: Any, args: Any, kwargs: Any) -> list[tuple[str, list[np.ndarray]]]:
@@ -184,7 +219,8 @@ def _outputs(block: Any, args: Any, kwargs: Any) -> list[tuple[str, list[np.ndar
 
 
 def _arrays(outputs: Any) -> list[np.ndarray]:
-    return [x.numpy() for x in tf.nest.flatten(outputs) if isinstance(x, tf.Tensor)]
+    parts = tf.nest.flatten(outputs, expand_composites=True)
+    return [x.numpy() for x in parts if isinstance(x, tf.Tensor)]
 
 
 @contextlib.contextmanager

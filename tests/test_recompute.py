@@ -504,7 +504,8 @@ def test_nested_blocks(mode):
         assert 3 * steps <= calls <= 3 * steps + looked + 1
 
 
-def test_low_rank_adaptation(mode):
+@pytest.mark.parametrize("quantized", [False, True])
+def test_low_rank_adaptation(quantized, mode):
     def adapted(make):
         def made():
             model = make()
@@ -513,6 +514,8 @@ def test_low_rank_adaptation(mode):
                 model.get_layer(block).first.enable_lora(2)
             for variable in model.get_layer("block_0").first.trainable_variables:
                 variable.assign(keras.random.normal(variable.shape, seed=4))
+            if quantized:  # Keras then calls another method of the layer.
+                model.get_layer("block_0").first.quantize("int8")
             return model
 
         return made

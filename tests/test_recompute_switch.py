@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import assert_close, assert_differ, assert_equal, assert_refused
+from helpers import assert_close, assert_differ, assert_equal, assert_refused, in_mode
 from test_recompute import Busy, Pair, X, Y, gradients, holder, model_of, state
 
 import keras_accum as ka
@@ -281,6 +281,38 @@ def test_random_numbers_of_tensorflows_own(mode):
     trains(lambda layer, x: x * keras.random.uniform((8,)), mode)()
 
 
+def in_a_loop(draw):
+    return lambda layer, x: tf.while_loop(
+        lambda x: tf.reduce_max(tf.abs(x)) > 1e-3, lambda x: [x * draw(x) / 8], [x]
+    )[0]
+
+
+def in_a_branch(draw):
+    def call(layer, x):
+        some = tf.function(lambda x: tf.cond(x[0, 0] > 9, lambda: x, lambda: x * draw(x)))
+        return some(x)
+
+    return call
+
+
+def in_a_case(draw):
+    cases = lambda x: [lambda: x, lambda: x * draw(x), lambda: -x]  # noqa: E731
+    return lambda layer, x: tf.switch_case(tf.size(x) % 3, cases(x))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("inside", [in_a_loop, in_a_branch, in_a_case])
+def test_random_numbers_of_tensorflows_own_inside_of_functions(inside, mode):
+    refused(
+        trains(inside(lambda x: tf.random.normal(tf.shape(x))), mode),
+        "'held' draws random numbers from a state of TensorFlow's own "
+        "(RandomStandardNormal): its second pass would draw others. Use `keras.random`, "
+        "with a `keras.random.SeedGenerator` of the layer.",
+    )
+    # The control: no state, no matter.
+    trains(inside(lambda x: tf.random.stateless_uniform((8,), [1, 2])), mode)()
+
+
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_tensor_that_is_not_among_the_arguments(mode):
     scale = tf.Variable(tf.ones(8))
@@ -389,6 +421,44 @@ def test_verify_names_the_layer_that_differs(mode):
         moved = gradients(model, mode=mode)[2]
     # Looking moved nothing: the seed counts one call.
     assert moved[0].tolist()[1] == 1
+
+
+@pytest.mark.parametrize("random", [False, True])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_verify_of_ragged_arguments(mode, random):
+    class Rows(layers.Layer):
+        def __init__(self):
+            super().__init__(name="rows")
+            self.dense = layers.Dense(4)
+            self.kinds = set()
+
+        def build(self, input_shape):
+            self.dense.build((None, 8))
+
+        def call(self, ragged):
+            self.kinds.add((ragged.ragged_rank, ragged.row_splits.dtype))
+            hidden = self.dense(ragged.flat_values)
+            hidden = hidden + np.random.normal() if random else hidden
+            return tf.reduce_sum(ragged.with_flat_values(hidden), axis=1)
+
+    rows = Rows()
+    rows.build(None)
+    ka.recompute(holder(rows), rows, verify=True)
+    lengths = [np.array(rows, "int32") for rows in ([2, 1], [10, 0, 16])]
+    ragged = tf.RaggedTensor.from_nested_row_lengths(tf.constant(X), lengths)
+
+    def step(ragged):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(rows(ragged, training=True) ** 2)
+        return tape.gradient(loss, rows.dense.kernel.value)
+
+    step = in_mode(step, mode)
+    if random:
+        with pytest.raises(ValueError, match="'rows' gives different outputs"):
+            step(ragged)
+    else:
+        assert np.abs(step(ragged)).max() > 0
+    assert rows.kinds == {(2, tf.int32)}
 
 
 # --- Nothing stays behind.
