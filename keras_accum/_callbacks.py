@@ -79,7 +79,6 @@ class AccumulationMonitor(keras.callbacks.Callback):
                 "optimizer=AccumOptimizer(optimizer, accum_steps=...))`, or leave the "
                 "callback out."
             )
-        self.optimizer.flushes_at_end = self.tail == "flush_end"
         self._announced = False
         normalizing = [layer.name for layer in _batch_normalizations(self.model)]
         if normalizing:
@@ -92,6 +91,8 @@ class AccumulationMonitor(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Note where the updates of this epoch begin."""
+        # Between epochs only: an epoch that an error ends leaves its window open.
+        self.optimizer.flushes_at_end = False
         self._before = self._closed_windows()
         self._left = 0
         self._in_epoch = True
@@ -111,6 +112,7 @@ class AccumulationMonitor(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Close the window, and add the values of the last update to the logs."""
         self._end_epoch()
+        self.optimizer.flushes_at_end = self.tail == "flush_end"
         if self.tail == "flush_end" and epoch == self.params.get("epochs", 0) - 1:
             self.optimizer.flush()  # Here already, for the logs of the last epoch.
         if self._closed_windows() == self._before:

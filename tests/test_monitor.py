@@ -235,6 +235,20 @@ def test_after_an_early_stop_the_last_flush_comes_before_the_averages_too():
     assert_differ(stopped.get_weights(), whole.get_weights())
 
 
+def test_after_an_interrupted_training_nothing_is_flushed_by_itself():
+    class Interrupt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1 and self.model.optimizer.iterations.numpy() > 1:
+                raise KeyboardInterrupt
+
+    model, monitor = accumulating(), AccumulationMonitor(tail="flush_end")
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, *data(), 4, epochs=3, callbacks=[monitor, Interrupt()])
+    model.optimizer.reset()
+    fit(model, *data(), 4)
+    assert int(model.optimizer.micro_step.numpy()) == 3
+
+
 @pytest.mark.parametrize(("tail", "left"), [("flush_end", 0), ("carry", 1)])
 def test_a_loop_that_is_not_fit_is_flushed_at_its_end(tail, left):
     model, monitor = accumulating(), AccumulationMonitor(tail=tail)
