@@ -125,6 +125,14 @@ class GradientAccumulationModel(keras.Model):
         """Update once with a batch, one micro-batch in memory at a time."""
         return train_step(self, data, self._split, two_pass=self._two_pass)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As Keras pickles a model, but by a class that pickle finds by its name.
+
+        That of a functional model is made while the program runs.
+        """
+        load, arguments = super().__reduce__()
+        return getattr(GradientAccumulationModel, load.__name__), arguments
+
     def get_config(self) -> dict[str, Any]:
         """The arguments of the constructor, serialised.
 
@@ -252,6 +260,9 @@ def accumulate(
     if isinstance(model, GradientAccumulationModel):
         model._split, model._two_pass, model._on_oom = split, two_pass, on_oom
         model.train_function = None
+        if hasattr(type(model), "_settings"):  # A functional one, for its clones.
+            settings = (split.accum_steps, split.micro_batch_size, two_pass, on_oom)
+            model.__class__ = _functional(type(model).__bases__[0], settings)
         return model
     if type(model).train_step is not keras.Model.train_step:
         raise ValueError(

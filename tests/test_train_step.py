@@ -1,5 +1,6 @@
 """The step that splits a batch inside, against one step of Keras's own on all of it."""
 
+import pickle
 from itertools import pairwise
 
 import keras
@@ -1065,6 +1066,23 @@ def test_a_clone_accumulates_as_the_model_does():
     assert found == (4, None, True, "halve")
     assert keras.models.clone_model(other).accum_steps == 3
     assert keras.models.clone_model(clone).micro_batch_size == 4
+    # As it does now, not as it was made; and others made likewise stay as they are.
+    twin = accumulating(accum_steps=3)
+    ka.accumulate(other, accum_steps=5)
+    assert keras.models.clone_model(other).accum_steps == 5
+    assert keras.models.clone_model(twin).accum_steps == 3
+
+
+def test_a_pickled_model_accumulates_as_the_model_does():
+    x, y = data()
+    model = accumulating(accum_steps=3, two_pass=True)
+    model.compile(keras.optimizers.Adam(), "mse", jit_compile=False)
+    model.train_on_batch(x, y)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert (loaded.accum_steps, loaded.two_pass) == (3, True)
+    for each in (model, loaded):
+        each.train_on_batch(x, y)
+    assert_equal(loaded.get_weights(), model.get_weights())
 
 
 def test_a_clone_has_its_normalization_converted():
