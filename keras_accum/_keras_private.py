@@ -366,6 +366,11 @@ def with_keras_mask(tensor: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
     return tensor
 
 
+def drop_keras_mask(tensor: tf.Tensor) -> None:
+    """Have no mask travel with `tensor` any longer."""
+    tensor._keras_mask = None
+
+
 # --- What planning reads, and what it has to put back.
 
 

@@ -5,7 +5,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from ._keras_private import keras_logits, keras_mask, with_keras_logits, with_keras_mask
+from ._keras_private import (
+    drop_keras_mask,
+    keras_logits,
+    keras_mask,
+    with_keras_logits,
+    with_keras_mask,
+)
 
 
 class Nest:
@@ -46,6 +52,21 @@ class Nest:
         for i, logits in zip(self._logits, floats_left):
             leaves[i] = with_keras_logits(leaves[i], logits)
         return tf.nest.pack_sequence_as(self.values, leaves, expand_composites=True)
+
+    def copied(self) -> Any:
+        """The nest with copies of its tensors, for a call that may change them.
+
+        `MultiHeadAttention` takes the masks off what it is called with.
+        """
+        others = [tf.identity(tensor) for tensor in self.others]
+        return self.pack([tf.identity(tensor) for tensor in self.floats], others)
+
+    def drop_masks_of(self, packed: Any) -> None:
+        """Take off the masks that a call has taken off `packed`, a copy of the nest."""
+        leaves = tf.nest.flatten(packed, expand_composites=True)
+        for i in self._masks:
+            if keras_mask(leaves[i]) is None:
+                drop_keras_mask(self.leaves[i])
 
 
 def _has_gradient(tensor: tf.Tensor) -> bool:

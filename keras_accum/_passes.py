@@ -25,10 +25,15 @@ class Pass(keras.StatelessScope):
         self.state_mapping.update(values)
         self.assigned: dict[int, keras.Variable] = {}
         self._graph = tf.compat.v1.get_default_graph()
+        self._eager = tf.executing_eagerly()
 
     def is_here(self) -> bool:
         """Whether what is made now can be used in the pass itself: not inside a loop."""
         return tf.compat.v1.get_default_graph() is self._graph
+
+    def owns(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` can be used in the pass itself."""
+        return not tf.is_symbolic_tensor(tensor) or tensor.graph is self._graph
 
     def draw(self, draw: Callable[[], tf.Tensor], skip: Callable[[], Any]) -> tf.Tensor:
         """What `draw` gave, at this place, in the first pass; else what `skip` does."""
@@ -66,7 +71,13 @@ class FirstPass(Pass):
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """The value of `variable`, of which gradients go through the second pass."""
         value = super().get_current_value(variable)
-        return self._read(variable) if value is None else value
+        if value is not None:
+            return value
+        if self.is_here() or self._eager or is_watched(variable):
+            return self._read(variable)
+        # The second pass needs a state outside of the loop that reads it.
+        with self._graph.as_default():
+            return self._read(variable)
 
     def _read(self, variable: keras.Variable) -> tf.Tensor | None:
         value = None if self.outer is None else self.outer.get_current_value(variable)

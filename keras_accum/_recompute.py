@@ -132,7 +132,8 @@ def recompute(
         TypeError: for a `select` of no such kind.
 
     A part with several results, of which the loss uses some, gives zeros instead of None
-    for weights that only the others depend on.
+    for weights that only the others depend on. Differentiation in forward mode does not
+    see what is recomputed, and TensorFlow does not differentiate a loop around it.
 
     References:
         Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".

@@ -1,7 +1,7 @@
 """What cannot be computed twice is refused: the reason, and what to do instead."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -9,6 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from ._keras_private import could_record, is_recorded, is_watched
+from ._nest import Nest
+from ._passes import Pass
 from ._shadow import Shadow
 
 # Operations of TensorFlow that draw from a state which nobody can wind back.
@@ -43,8 +45,17 @@ def check_traced(block: Any) -> None:
             )
 
 
-def check_assigned(block: Any, variables: Iterable[keras.Variable]) -> None:
-    """Refuse a block that moves what is trained."""
+def check_assigned(block: Any, scope: Pass) -> None:
+    """Refuse a block that moves what is trained, or something inside of a loop."""
+    variables = scope.assigned.values()
+    inside = [v.path for v in variables if not scope.owns(scope.get_current_value(v))]
+    if inside:
+        raise ValueError(
+            f"'{block.name}' assigns to {inside} inside of a loop or a branch of "
+            "TensorFlow's, out of which their new values cannot be taken. What has a "
+            "state, dropout with a seed of its own included, must be called outside of "
+            "it, or be left out of what is recomputed."
+        )
     paths = [v.path for v in variables if v.trainable or is_watched(v)]
     if paths:
         raise ValueError(
@@ -62,10 +73,11 @@ def check_captured(block: Any, results: Sequence[tf.Tensor]) -> None:
     """
     if could_record() and is_recorded(results):
         raise ValueError(
-            f"'{block.name}' uses a tensor, or a `tf.Variable` that is no Keras weight, "
-            "which needs a gradient and is not among the arguments of its call: "
-            "recomputed, it would get none. Pass it as an argument, or recompute a "
-            "layer around both."
+            f"'{block.name}' uses a tensor, a `tf.Variable` that is no Keras weight, or "
+            "the weights of a `tf.function`, which needs a gradient and is not among the "
+            "arguments of its call: recomputed, it would get none. Pass it as an "
+            "argument, leave the `tf.function` out (Keras compiles the whole step), or "
+            "recompute a layer around both."
         )
 
 
@@ -175,8 +187,8 @@ def check_same(block: Any, args: Any, kwargs: Any) -> None:
     shapes where a graph is being traced.
     """
     with tf.init_scope():
-        args, kwargs = tf.nest.map_structure(_concrete, (args, kwargs))
-        passes = [_outputs(block, args, kwargs) for _ in range(2)]
+        arguments = Nest(tf.nest.map_structure(_concrete, (args, kwargs)))
+        passes = [_outputs(block, *arguments.copied()) for _ in range(2)]
     for (name, first), (_, second) in zip(*passes):
         if not _same(first, second):
             raise ValueError(

@@ -83,7 +83,7 @@ class Block:
             if self._verify:
                 check_same(self, args, kwargs)
             if tf.executing_eagerly():
-                RandomCheck(self).check_eagerly(args, kwargs)
+                RandomCheck(self).check_eagerly(*Nest((args, kwargs)).copied())
         result = _Recomputed(self, args, kwargs).call()
         self._first_call = False
         return result
@@ -173,11 +173,13 @@ class _Recomputed:
             inputs = [tf.identity(tensor) for tensor in inputs]
         others = self.arguments.others
         caches, random = CacheCheck(self.block), RandomCheck(self.block)
-        outcome = self._run(FirstPass(self._mapping(inputs), inputs), inputs, others)
+        arguments = self._pack(inputs, others)
+        outcome = self._run(FirstPass(self._mapping(inputs), inputs), arguments)
+        self.arguments.drop_masks_of(arguments)
         caches.check()
         random.check()
         check_captured(self.block, outcome.results)
-        check_assigned(self.block, outcome.scope.assigned.values())
+        check_assigned(self.block, outcome.scope)
         return outcome
 
     def _second(
@@ -211,7 +213,7 @@ class _Recomputed:
             tape.watch([*inputs, *variables])
             scope = SecondPass({**state, **self._mapping(inputs)}, kept, drawn)
             with self.context():
-                results = self._run(scope, inputs, others).results
+                results = self._run(scope, self._pack(inputs, others)).results
         sources = [*inputs, *variables]
         return at_once(tape.gradient(results, sources, output_gradients=upstream))
 
@@ -219,10 +221,12 @@ class _Recomputed:
         weights = inputs[len(self.arguments.floats) :]
         return {id(v): weight for v, weight in zip(self.weights, weights)}
 
-    def _run(
-        self, scope: Pass, inputs: Sequence[tf.Tensor], others: Sequence[tf.Tensor]
-    ) -> _Outcome:
-        args, kwargs = self.arguments.pack(inputs[: len(self.arguments.floats)], others)
+    def _pack(self, inputs: Sequence[tf.Tensor], others: Sequence[tf.Tensor]) -> Any:
+        """The arguments of the call, with these tensors in them."""
+        return self.arguments.pack(inputs[: len(self.arguments.floats)], others)
+
+    def _run(self, scope: Pass, arguments: Any) -> _Outcome:
+        args, kwargs = arguments
         with scope:
             outputs = self.block.function(*args, **kwargs)
         layers = self.block.layers

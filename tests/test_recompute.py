@@ -432,6 +432,39 @@ def test_masks_travel_through(way, mode):
     assert_differ(make()(visible), make()(TOKENS))
 
 
+class TakesMasksOff(layers.Layer):
+    """Attention to what it is called with, which then has no mask any longer."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+        self.attention = layers.MultiHeadAttention(2, 4, use_bias=False)
+
+    def build(self, input_shape):
+        self.attention.build(input_shape, input_shape)
+
+    def call(self, inputs):
+        return inputs + self.attention(inputs, inputs)
+
+
+def unmasking_model():
+    keras.utils.set_random_seed(5)
+    tokens = keras.Input((6,), dtype="int32")
+    embedded = layers.Embedding(9, 8, mask_zero=True)(tokens)
+    hidden = TakesMasksOff(name="block_0")(embedded)
+    pooled = [layers.GlobalAveragePooling1D()(x) for x in (hidden, embedded)]
+    return keras.Model(tokens, layers.Dense(3)(layers.Add()(pooled)))
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_masks_are_taken_off_the_arguments_as_often_as_in_the_plain_model(verify, mode):
+    make = switched("block_*", make=unmasking_model, verify=verify)
+    assert_trains_alike(make, unmasking_model, (TOKENS, Y[:10]), mode, rtol=2e-6)
+    # The control: the mask matters, where the attention sees it.
+    visible = np.where(TOKENS == 0, 3, TOKENS)
+    assert_differ(make()(visible), make()(TOKENS))
+
+
 @pytest.mark.parametrize("training", [True, False, None])
 def test_training_is_what_the_caller_says(training):
     def step(model):

@@ -339,14 +339,75 @@ def test_a_tensor_that_is_not_among_the_arguments(mode):
         return run
 
     message = (
-        "'held' uses a tensor, or a `tf.Variable` that is no Keras weight, which needs a "
-        "gradient and is not among the arguments of its call: recomputed, it would get "
-        "none. Pass it as an argument, or recompute a layer around both."
+        "'held' uses a tensor, a `tf.Variable` that is no Keras weight, or the weights "
+        "of a `tf.function`, which needs a gradient and is not among the arguments of "
+        "its call: recomputed, it would get none. Pass it as an argument, leave the "
+        "`tf.function` out (Keras compiles the whole step), or recompute a layer around "
+        "both."
     )
     refused(step(lambda layer, x: x + kept["x"]), message)
     refused(step(lambda layer, x: x * scale), message)
+    refused(step(lambda layer, x: tf.function(lambda: x * layer.memory)()), message)
     # The control: one that needs no gradient is a constant.
     step(lambda layer, x: x + tf.stop_gradient(kept["x"]) * tf.ones(8))
+
+
+class Loops(layers.Layer):
+    """Calls `inner` in each trip of a loop, or in a branch."""
+
+    def __init__(self, inner, branch=False):
+        super().__init__(name="loops")
+        self.dense, self.inner, self.branch = layers.Dense(8, "tanh"), inner, branch
+
+    def build(self, input_shape):
+        self.dense.build(input_shape)
+        self.inner.build(input_shape)
+
+    def call(self, inputs, training=None):
+        call = lambda x: self.inner(self.dense(x), training=training)  # noqa: E731
+        if self.branch:
+            return tf.cond(tf.size(inputs) > 0, lambda: call(inputs), lambda: inputs)
+        return tf.while_loop(
+            lambda i, _: i < 3,
+            lambda i, x: (i + 1, call(x)),
+            (tf.constant(0), inputs),
+            maximum_iterations=3,
+        )[1]
+
+
+def looping(inner, branch=False):
+    keras.utils.set_random_seed(5)
+    inputs = keras.Input((8,))
+    return keras.Model(inputs, layers.Dense(3)(Loops(inner(), branch)(inputs)))
+
+
+@pytest.mark.parametrize("branch", [False, True])
+def test_what_has_a_state_inside_of_a_loop(branch, mode):
+    make = lambda: looping(lambda: layers.Dropout(0.4, seed=1), branch)  # noqa: E731
+    model = make()
+    ka.recompute(model, "loops")
+    if mode == "eager":
+        for found, expected in zip(gradients(model), gradients(make())):
+            assert_equal(found, expected)
+        return
+    path = next(v.path for v in model.non_trainable_variables)
+    refused(
+        lambda: gradients(model, mode=mode),
+        f"'loops' assigns to ['{path}'] inside of a loop or a branch of TensorFlow's, "
+        "out of which their new values cannot be taken. What has a state, dropout with a "
+        "seed of its own included, must be called outside of it, or be left out of what "
+        "is recomputed.",
+    )
+
+
+def test_what_reads_a_state_inside_of_a_loop(mode):
+    make = lambda: looping(  # noqa: E731
+        lambda: layers.BatchNormalization(trainable=False)
+    )
+    model = make()
+    ka.recompute(model, "loops")
+    for found, expected in zip(gradients(model, mode=mode), gradients(make(), mode=mode)):
+        assert_close(found, expected)
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
