@@ -73,10 +73,10 @@ class FirstPass(Pass):
         value = super().get_current_value(variable)
         if value is not None:
             return value
-        if self.is_here() or self._eager or is_watched(variable):
+        if self.is_here() or is_watched(variable):
             return self._read(variable)
         # The second pass needs a state outside of the loop that reads it.
-        with self._graph.as_default():
+        with tf.init_scope() if self._eager else self._graph.as_default():
             return self._read(variable)
 
     def _read(self, variable: keras.Variable) -> tf.Tensor | None:

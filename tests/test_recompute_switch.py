@@ -400,14 +400,39 @@ def test_what_has_a_state_inside_of_a_loop(branch, mode):
     )
 
 
-def test_what_reads_a_state_inside_of_a_loop(mode):
-    make = lambda: looping(  # noqa: E731
-        lambda: layers.BatchNormalization(trainable=False)
-    )
+class Scales(layers.Layer):
+    """By a state, in a function of its own."""
+
+    def build(self, input_shape):
+        self.scale = self.add_weight(name="scale", initializer="ones", trainable=False)
+
+    def call(self, inputs):
+        return tf.function(lambda x: x * self.scale)(inputs)
+
+
+def gradient_step(model, x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(x, training=True) ** 2)
+    return tape.gradient(loss, [v.value for v in model.trainable_variables])
+
+
+@pytest.mark.parametrize("inner", [layers.BatchNormalization, Scales])
+def test_what_reads_a_state_inside_of_a_loop(inner, mode):
+    make = lambda: looping(lambda: inner(trainable=False))  # noqa: E731
+
+    def losses(model):
+        step = in_mode(lambda x: gradient_step(model, x), mode)
+        found = [step(tf.constant(X))]
+        for variable in model.non_trainable_variables:
+            variable.assign(variable + 0.5)
+        return [*found, step(tf.constant(X))]
+
     model = make()
     ka.recompute(model, "loops")
-    for found, expected in zip(gradients(model, mode=mode), gradients(make(), mode=mode)):
-        assert_close(found, expected)
+    found, expected = losses(model), losses(make())
+    assert_close(found[0], expected[0])
+    assert_close(found[1], expected[1])
+    assert_differ(found[0], found[1])
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
