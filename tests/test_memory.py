@@ -1,7 +1,8 @@
 """Memory: one copy of the parameters for the sums, and no second one while updating.
 
-Measured by TensorFlow's allocator, above the level before the step; the second step of
-its kind, so that tracing and constant folding are over.
+Measured by TensorFlow's allocator, above the level before the step, when tracing and
+constant folding are over. In a graph operations run in another order now and then, and
+need more: hence medians.
 """
 
 import gc
@@ -23,49 +24,48 @@ def model_of():
     return keras.Sequential([keras.Input((512,)), *layers])
 
 
-def peaks(optimizer, xla, steps=4):
-    """The peak of each of the last `steps` steps, in MiB above the level before it."""
+def peak(optimizer, xla, k=1, windows=7):
+    """What a window of `k` steps needs, in MiB above the level before: the median."""
     model = model_of()
     model.compile(optimizer, "mse", jit_compile=xla)
     x = np.ones((4, 512), "float32")
     for _ in range(4):
         model.train_on_batch(x, x)
     found = []
-    for _ in range(steps):
+    for _ in range(k * windows):
         gc.collect()
         tf.config.experimental.reset_memory_stats("CPU:0")
         before = tf.config.experimental.get_memory_info("CPU:0")["current"]
         model.train_on_batch(x, x)
-        peak = tf.config.experimental.get_memory_info("CPU:0")["peak"]
-        found.append((peak - before) / MIB)
-    return found
+        after = tf.config.experimental.get_memory_info("CPU:0")["peak"]
+        found.append((after - before) / MIB)
+    return np.median(np.reshape(found, (windows, k)).max(axis=1))
 
 
 def test_an_update_in_a_graph_needs_no_second_copy():
     parameters = model_of().count_params() * 4 / MIB
-    plain = max(peaks(keras.optimizers.SGD(), xla=False))
-    ours = max(peaks(ka.AccumOptimizer("sgd", 2), xla=False))
-    assert ours < plain + 0.5 * parameters
+    plain = peak(keras.optimizers.SGD(), xla=False)
+    assert peak(ka.AccumOptimizer("sgd", 2), False, k=2) < plain + 0.5 * parameters
     # The control: Keras's own holds all means at a time.
-    builtin = max(peaks(keras.optimizers.SGD(gradient_accumulation_steps=2), xla=False))
-    assert builtin > plain + 0.5 * parameters
+    builtin = keras.optimizers.SGD(gradient_accumulation_steps=2)
+    assert peak(builtin, False, k=2) > plain + 0.5 * parameters
 
 
 def test_a_micro_step_in_a_graph_needs_what_a_plain_one_does():
-    plain = max(peaks(keras.optimizers.SGD(), xla=False))
-    between = peaks(ka.AccumOptimizer("sgd", 1000), xla=False)
-    assert max(between) < plain + 0.25 * model_of().count_params() * 4 / MIB
+    plain = peak(keras.optimizers.SGD(), xla=False)
+    between = peak(ka.AccumOptimizer("sgd", 1000), xla=False)
+    assert between < plain + 0.25 * model_of().count_params() * 4 / MIB
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_an_update_under_xla_needs_no_second_copy(name):
     parameters = model_of().count_params() * 4 / MIB
-    plain = max(peaks(keras.optimizers.get(name), xla=True))
-    assert max(peaks(ka.AccumOptimizer(name, 2), xla=True)) < plain + 0.1 * parameters
+    plain = peak(keras.optimizers.get(name), xla=True)
+    assert peak(ka.AccumOptimizer(name, 2), True, k=2) < plain + 0.1 * parameters
 
 
 def test_keras_itself_needs_one_under_xla():
     parameters = model_of().count_params() * 4 / MIB
-    plain = max(peaks(keras.optimizers.Adam(), xla=True))
+    plain = peak(keras.optimizers.Adam(), xla=True)
     builtin = keras.optimizers.Adam(gradient_accumulation_steps=2)
-    assert max(peaks(builtin, xla=True)) > plain + 0.5 * parameters
+    assert peak(builtin, True, k=2) > plain + 0.5 * parameters
