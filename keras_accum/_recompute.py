@@ -127,8 +127,9 @@ def recompute(
             recomputed already or was made in a `keras.RematScope`, or `model` has no
             graph to cut. Later, in a training step: if a part cannot be computed twice,
             because it draws from TensorFlow's own random state, uses a tensor that it
-            was not given and that needs a gradient, assigns to what is trained, keeps a
-            tensor on a layer, or, with `verify`, gives something else the second time.
+            was not given and that needs a gradient, assigns to what is trained, or to a
+            state inside of a loop of TensorFlow's, keeps a tensor on a layer, or, with
+            `verify`, gives something else the second time.
         TypeError: for a `select` of no such kind.
 
     A part with several results, of which the loss uses some, gives zeros instead of None

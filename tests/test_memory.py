@@ -2,7 +2,7 @@
 
 Measured by TensorFlow's allocator, above the level before the step, when tracing and
 constant folding are over. In a graph operations run in another order now and then, and
-need more: hence medians.
+need more: hence medians there. XLA's programs run as they are written.
 """
 
 import gc
@@ -25,7 +25,7 @@ def model_of():
 
 
 def peak(optimizer, xla, k=1, windows=7):
-    """What a window of `k` steps needs, in MiB above the level before: the median."""
+    """What a window of `k` steps needs, in MiB above the level before."""
     model = model_of()
     model.compile(optimizer, "mse", jit_compile=xla)
     x = np.ones((4, 512), "float32")
@@ -39,7 +39,8 @@ def peak(optimizer, xla, k=1, windows=7):
         model.train_on_batch(x, x)
         after = tf.config.experimental.get_memory_info("CPU:0")["peak"]
         found.append((after - before) / MIB)
-    return np.median(np.reshape(found, (windows, k)).max(axis=1))
+    over_windows = np.max if xla else np.median
+    return over_windows(np.reshape(found, (windows, k)).max(axis=1))
 
 
 def test_an_update_in_a_graph_needs_no_second_copy():

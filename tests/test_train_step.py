@@ -1080,9 +1080,11 @@ def test_a_pickled_model_accumulates_as_the_model_does():
     model.train_on_batch(x, y)
     loaded = pickle.loads(pickle.dumps(model))
     assert (loaded.accum_steps, loaded.two_pass) == (3, True)
+    before = loaded.get_weights()
     for each in (model, loaded):
         each.train_on_batch(x, y)
     assert_equal(loaded.get_weights(), model.get_weights())
+    assert_differ(loaded.get_weights(), before)
 
 
 def test_a_clone_has_its_normalization_converted():
