@@ -52,11 +52,11 @@ from common import (
 from keras import layers
 
 import keras_accum
-from keras_accum._loop import compiles_loop
-from keras_accum._measure import Meter
-from keras_accum._planner import _batch, _switch_on
-from keras_accum._search import candidates
-from keras_accum._transaction import untouched
+from keras_accum._core.loop import compiles_loop
+from keras_accum._planning.measure import StepProfiler
+from keras_accum._planning.planner import _batch, _switch_on
+from keras_accum._planning.search import candidates
+from keras_accum._planning.transaction import preserving_state
 
 MIB = 2**20
 STEPS = 5
@@ -232,8 +232,8 @@ def peaks_of(case: Case, kinds: Sequence[Kind]) -> dict[Kind, int]:
     """The peak of each kind of step."""
     model, samples = prepare(case)
     batch, _ = _batch(samples, None, 1)
-    with untouched(model):
-        meter = Meter(model, batch, _switch_on)
+    with preserving_state(model):
+        meter = StepProfiler(model, batch, _switch_on)
         return {kind: meter.measure(*kind, timed=False).peak_bytes for kind in kinds}
 
 
@@ -241,7 +241,7 @@ def seconds_of(case: Case, kinds: Sequence[Kind]) -> dict[Kind, float]:
     """The CPU seconds of a step of each kind, which take turns."""
     model, samples = prepare(case)
     batch, _ = _batch(samples, None, 1)
-    meter = Meter(model, batch, _switch_on)
+    meter = StepProfiler(model, batch, _switch_on)
     steps = {kind: meter._step(*kind, batch) for kind in kinds}
     methods = {
         str(kind): lambda step=step: np.asarray(step(batch)["loss"])

@@ -23,7 +23,7 @@ import tensorflow as tf
 from common import format_table, in_own_process, measure, write_json
 
 import keras_accum as ka
-from keras_accum._keras_private import compiled_bytes
+from keras_accum._backend.private.compiled import compiled_bytes
 
 layers = keras.layers
 MIB = 2.0**20

@@ -11,9 +11,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from . import _replica
-from ._keras_private import flatten_layers
-from ._passes import is_repeated
+from ._backend import replica
+from ._backend.private.layers import flatten_layers
+from ._recompute.passes import is_repeated
 
 
 @keras.saving.register_keras_serializable(package="keras_accum")
@@ -168,7 +168,7 @@ def check_statistics(model: keras.Model) -> None:
     Raises:
         ValueError: for a BatchNormalization with `synchronized=True`, under a strategy.
     """
-    if _replica.count() == 1:
+    if replica.count() == 1:
         return
     for layer in flatten_layers(model):
         if getattr(layer, "synchronized", False):

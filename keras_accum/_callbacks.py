@@ -10,9 +10,9 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
-from ._arguments import check_option
-from ._keras_private import flatten_layers
-from ._optimizer import GradientAccumulationOptimizer
+from ._backend.private.layers import flatten_layers
+from ._core.checks import check_option
+from ._optimizer.wrapper import GradientAccumulationOptimizer
 
 TAILS = ("carry", "flush_epoch", "flush_end", "drop")
 

@@ -1,4 +1,4 @@
-"""The layers of the package: a module imports from rows above its own, and no other."""
+"""The rooms of the package: which folder may import which, and who may touch what."""
 
 import ast
 import pathlib
@@ -7,75 +7,97 @@ import pytest
 
 import keras_accum
 
-ROWS = [
-    {"_keras_private"},
-    {"_control", "_gradients", "_clipping", "_window", "_replica", "_shadow"},
-    {"_nest", "_tie"},
-    {"_passes"},
-    {"_accumulator", "_arguments", "_checkpoint", "_loop", "_loss", "_batch_norm"}
-    | {"_recompute_checks", "_select", "_dropout"},
-    {"_recompute_core"},
-    {"_segments"},
-    {"_accumulate", "_optimizer", "_recompute"},
-    {"_two_pass"},
-    {"_train_step"},
-    {"_oom"},
-    {"_model", "_callbacks"},
-    {"_schedules", "_budget", "_search", "_transaction"},
-    {"_measure"},
-    {"_plan", "_shortage"},
-    {"_planner"},
-    {"__init__"},
-]
+# The table of ARCHITECTURE.md: what a folder, or a file beside them, may import.
+MAY_IMPORT = {
+    "_backend": set(),
+    "_core": {"_backend"},
+    "_recompute": {"_backend"},
+    "_batch_norm": {"_backend", "_recompute"},
+    "_optimizer": {"_backend", "_core", "_batch_norm"},
+    "_step": {"_backend", "_core", "_batch_norm", "_optimizer"},
+    "_planning": {"_backend", "_core", "_recompute", "_optimizer", "_step"},
+    "_callbacks": {"_backend", "_core", "_optimizer"},
+    "_schedules": {"_core"},
+}
 PACKAGE = pathlib.Path(keras_accum.__file__).parent
+MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 
 
-def imports(source):
-    """The modules of the package that `source` imports."""
+def module(path):
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def imports(name, source):
+    """The modules of the package that module `name` imports, dotted from the package."""
     found = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
-            found |= {node.module} if node.module else {a.name for a in node.names}
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = name.split(".")[: -node.level]
+            stem = [*base, *([node.module] if node.module else [])]
+            found |= (
+                {".".join(stem)}
+                if node.module
+                else {".".join([*stem, a.name]) for a in node.names}
+            )
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [a.name for a in node.names]
+            absolute = [node.module] if isinstance(node, ast.ImportFrom) else names
+            assert not any(n.startswith("keras_accum") for n in absolute), name
     return found
 
 
-def check(module, source):
-    row = next(i for i, names in enumerate(ROWS) if module in names)
-    above = set().union(*ROWS[:row])
-    wrong = imports(source) - above
-    assert not wrong, f"{module} imports {sorted(wrong)}, which stand beside or below it"
+def check(name, source):
+    room = name.partition(".")[0]
+    rooms = {found.partition(".")[0] for found in imports(name, source)}
+    wrong = rooms - MAY_IMPORT[room] - {room}
+    assert not wrong, f"{name} may not import {sorted(wrong)}"
 
 
-def test_every_module_has_its_row():
-    modules = {path.stem for path in PACKAGE.glob("*.py")}
-    assert modules == set().union(*ROWS)
+def test_every_room_has_its_row():
+    assert {module(path).partition(".")[0] for path in MODULES} == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
-def test_a_module_imports_from_above(path):
-    check(path.stem, path.read_text())
+def test_the_rooms_have_an_order():
+    below = {}
+    for room, allowed in MAY_IMPORT.items():
+        assert allowed <= set(below), f"{room} may import what stands below it"
+        below[room] = allowed
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module)
+def test_a_module_imports_what_its_room_may(path):
+    check(module(path), path.read_text())
+
+
+def test_no_two_modules_import_each_other():
+    arrows = {module(p): imports(module(p), p.read_text()) for p in MODULES}
+    left = {name: set(to) & set(arrows) for name, to in arrows.items()}
+    while free := [name for name, to in left.items() if not to & set(left)]:
+        for name in free:
+            del left[name]
+    assert not left, f"a circle among {sorted(left)}"
 
 
 def test_a_reversed_import_is_found():
-    with pytest.raises(AssertionError, match="_window imports"):
-        check("_window", "from ._optimizer import AccumOptimizer")
-    with pytest.raises(AssertionError, match="_control imports"):
-        check("_control", "from . import _replica")
+    with pytest.raises(AssertionError, match=r"_core\.loss may not import"):
+        check("_core.loss", "from .._optimizer.wrapper import AccumOptimizer")
+    with pytest.raises(AssertionError, match=r"_backend\.control may not import"):
+        check("_backend.control", "from .._core import loop")
 
 
 def test_one_file_names_the_distribution_strategies():
-    for path in PACKAGE.glob("*.py"):
+    for path in MODULES:
         code = ast.parse(path.read_text())
         names = [
             node
             for node in ast.walk(code)
             if isinstance(node, ast.Attribute) and node.attr == "distribute"
         ]
-        assert not names or path.stem == "_replica", f"{path.stem} names tf.distribute"
+        assert not names or module(path) == "_backend.replica", path
 
 
-def test_one_file_imports_private_modules():
-    for path in PACKAGE.glob("*.py"):
+def test_one_folder_imports_private_modules():
+    for path in MODULES:
         private = [
             node.module
             for node in ast.walk(ast.parse(path.read_text()))
@@ -85,4 +107,4 @@ def test_one_file_imports_private_modules():
                 ("keras.src", "tensorflow.python", "tensorflow.compiler")
             )
         ]
-        assert not private or path.stem == "_keras_private", f"{path.stem}: {private}"
+        assert not private or "_backend.private" in module(path), f"{path}: {private}"

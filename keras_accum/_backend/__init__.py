@@ -1,0 +1,5 @@
+"""What TensorFlow and Keras give no public way to do, by purpose.
+
+Replicas, branches that run only sometimes, attributes that are put back. `private/` is
+the one folder that touches private API.
+"""

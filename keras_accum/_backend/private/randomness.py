@@ -1,0 +1,86 @@
+"""Random state outside of a model, and how dropout draws its masks."""
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from keras.src.backend import random as keras_random
+from keras.src.backend.common.global_state import (
+    get_global_attribute,
+    set_global_attribute,
+)
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, draw_seed
+from tensorflow.python.eager import context as tf_context
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Put back, afterwards, all random state that is outside of a model.
+
+    Python's, from which Keras draws its seeds; NumPy's; Keras's global seed generator,
+    or that there was none; and the generator from which TensorFlow seeds its operations.
+    """
+    operations = vars(tf_context.context())
+    seeds = operations.get("_rng")  # not there until `tf.random.set_seed`
+    kept = (random.getstate(), np.random.get_state(), seeds and seeds.getstate())
+    generator = get_global_attribute(GLOBAL_SEED_GENERATOR)
+    seed = None if generator is None else np.array(generator.state.value)
+    try:
+        yield
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+        operations.pop("_rng", None)
+        if seeds is not None:
+            seeds.setstate(kept[2])
+            operations["_rng"] = seeds
+        set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
+        if generator is not None:
+            generator.state.assign(seed)
+
+
+class MaskDrawing:
+    """What a call of dropout is about to draw.
+
+    Attributes:
+        inputs: what it drops of; the mask has their shape.
+        draw: draws the mask, True where something stays.
+        skip: moves the seed on as if it had been drawn.
+    """
+
+    def __init__(
+        self, inputs: tf.Tensor, draw: Callable[[], tf.Tensor], seed: Any
+    ) -> None:
+        self.inputs, self.draw = inputs, draw
+        self.skip = functools.partial(draw_seed, seed)
+
+
+@functools.cache
+def take_dropout_masks_from(source: Callable[[MaskDrawing], tf.Tensor | None]) -> None:
+    """Have dropout in Keras use the mask that `source` gives, if it gives one.
+
+    Keras draws a mask and applies it in one function, which its layers and `keras.random`
+    look up by name. With a mask that was drawn as told, the result is that function's,
+    bit for bit.
+    """
+    dropout = keras_random.dropout
+
+    @functools.wraps(dropout)
+    def dropout_by_mask(
+        inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None
+    ) -> tf.Tensor:
+        inputs = tf.convert_to_tensor(inputs)
+
+        def draw() -> tf.Tensor:
+            return dropout(tf.ones_like(inputs), rate, noise_shape, seed) > 0
+
+        mask = source(MaskDrawing(inputs, draw, seed)) if 0 < rate < 1 else None
+        if mask is None:
+            return dropout(inputs, rate, noise_shape, seed)
+        return tf.where(mask, inputs * (1 / (1 - rate)), tf.zeros((), inputs.dtype))
+
+    keras_random.dropout = dropout_by_mask

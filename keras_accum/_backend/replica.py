@@ -1,0 +1,128 @@
+"""Replicas: the one file that names `tf.distribute`.
+
+A micro-step of the optimizer has two parts. Each replica adds its gradient to its own
+sum (replica context); then all of them together count the micro-step and, at the end of
+a window, reduce, update and reset (cross-replica context). TensorFlow demands this
+order: a conditional around anything that reduces must stand outside of the replicas.
+Without a strategy all of it is the same plain call.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from .private.compiled import compiled_by_xla
+
+
+def count() -> int:
+    """The number of replicas that make one update together."""
+    return tf.distribute.get_strategy().num_replicas_in_sync
+
+
+def in_cross_replica(function: Callable[[], Any]) -> None:
+    """Run `function` once for all replicas. To be called on each, or for all."""
+    if _merges() and not tf.distribute.in_cross_replica_context():
+        context = tf.distribute.get_replica_context()
+        context.merge_call(lambda _: function())
+    else:
+        function()
+
+
+def in_replica(function: Callable[..., Any], *args: Any) -> Any:
+    """Run `function` on each replica, from inside of `in_cross_replica`."""
+    if tf.distribute.in_cross_replica_context() and _merges():
+        strategy = tf.distribute.get_strategy()
+        return strategy.extended.call_for_each_replica(function, args=args)
+    return function(*args)
+
+
+def distributed() -> bool:
+    """Whether there is a strategy, be it of one replica."""
+    return tf.distribute.has_strategy()
+
+
+def current() -> tf.distribute.Strategy:
+    """The strategy that this is called in; the default one, of one replica, if none."""
+    return tf.distribute.get_strategy()
+
+
+def run_on(strategy: tf.distribute.Strategy, function: Callable[[], None]) -> None:
+    """Run `function` on each replica of `strategy`, from outside or on one of them."""
+    outside = tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy()
+    if strategy.num_replicas_in_sync > 1 and outside:
+        strategy.run(function)
+    else:
+        function()
+
+
+def local_result(value: Any) -> Any:
+    """The value of one replica, where all of them hold the same."""
+    return tf.distribute.get_strategy().experimental_local_results(value)[0]
+
+
+def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The sums of `tensors` over all replicas, in one batched reduction."""
+    if count() == 1 or not tensors:
+        return list(tensors)
+    context = tf.distribute.get_replica_context()
+    # Inside of a conditional, the value of a variable has no device to reduce on:
+    # its identity has.
+    tensors = [tf.identity(tensor) for tensor in tensors]
+    return list(context.all_reduce(tf.distribute.ReduceOp.SUM, tensors))
+
+
+def all_reduce_max(tensor: tf.Tensor) -> tf.Tensor:
+    """The elementwise maximum of `tensor` over all replicas."""
+    return tf.reduce_max(all_gather(tf.expand_dims(tensor, 0)), axis=0)
+
+
+def all_gather(tensor: tf.Tensor) -> tf.Tensor:
+    """The rows of `tensor` on all replicas, of which each may have another number."""
+    if count() == 1:
+        return tensor
+    # Collective operations know no booleans, and need a device, as above.
+    sent = tf.cast(tensor, "int32") if tensor.dtype.is_bool else tf.identity(tensor)
+    gathered = tf.distribute.get_replica_context().all_gather(sent, axis=0)
+    return tf.cast(gathered, tensor.dtype)
+
+
+def first_row(rows: tf.Tensor | int) -> tf.Tensor | int:
+    """Where the `rows` rows of this replica begin in what `all_gather` gives."""
+    if count() == 1:
+        return 0
+    before = all_gather(tf.reshape(tf.cast(rows, "int32"), [1]))
+    index = tf.distribute.get_replica_context().replica_id_in_sync_group
+    return tf.reduce_sum(before[:index])
+
+
+def check_compilable() -> None:
+    """Refuse to be compiled by XLA on replicas that TensorFlow cannot compile for.
+
+    Raises:
+        ValueError: under a strategy with several CPU devices.
+    """
+    if count() == 1 or not compiled_by_xla():
+        return
+    devices = getattr(tf.distribute.get_strategy().extended, "worker_devices", ())
+    if any("CPU" in device.upper() for device in devices):
+        raise ValueError(_NOT_COMPILABLE)
+
+
+_NOT_COMPILABLE = (
+    "Received `jit_compile=True` under a strategy whose replicas are CPU devices, where "
+    "TensorFlow compiles no collective operation. Write "
+    "`model.compile(..., jit_compile=False)`."
+)
+
+
+def local_component(variable: tf.Variable) -> tf.Variable:
+    """The part on this replica of a variable that each replica holds for itself."""
+    local = getattr(variable, "_get_on_device_or_primary", None)
+    return variable if local is None else local()
+
+
+def _merges() -> bool:
+    if not tf.distribute.has_strategy():
+        return False
+    return not tf.__internal__.distribute.strategy_supports_no_merge_call()

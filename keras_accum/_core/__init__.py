@@ -1,0 +1,1 @@
+"""The sum over micro-batches, without any optimizer."""

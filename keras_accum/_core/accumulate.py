@@ -1,0 +1,219 @@
+"""`accumulate_gradients`: the loss and the gradient of a batch, at the memory of a part.
+
+The functional core: no Keras model, no optimizer. Micro-batch i with mean loss L_i,
+gradient g_i and weight w_i gives
+
+    loss = Σ w_i L_i / Σ w_i        gradient = Σ w_i g_i / Σ w_i
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import keras
+import tensorflow as tf
+
+from .checks import check_option
+from .gradients import Gradient, add, divide_no_nan, sum_dtype, weigh
+from .loop import Split, check_batch, for_each_micro_batch, rows_of
+from .loss import parts_of_a_window
+
+# From a micro-batch and its number of samples to a mean loss, its weight (None for the
+# number of samples), and further scalars to be averaged likewise.
+LossFunction: TypeAlias = Callable[
+    [Any, tf.Tensor], tuple[tf.Tensor, tf.Tensor | None, list[tf.Tensor]]
+]
+
+
+class BatchGradients(NamedTuple):
+    """What the micro-batches of one batch came to.
+
+    Attributes:
+        loss: scalar float32 tensor, the mean loss, or the sum of the losses.
+        gradients: one for each variable, in float32 at least; None where every
+            micro-batch had none.
+        weight: scalar float32 tensor, the sum of the weights.
+        parts: scalar float32 tensors, the means of the further values that the loss
+            function gave.
+        divisor: scalar float32 tensor, what the sum of the weighted gradients was
+            divided by.
+    """
+
+    loss: tf.Tensor
+    gradients: list[tf.Tensor | None]
+    weight: tf.Tensor
+    parts: list[tf.Tensor]
+    divisor: tf.Tensor
+
+
+@tf.autograph.experimental.do_not_convert
+def accumulate_gradients(
+    loss_fn: Callable[[Any], Any],
+    variables: Sequence[keras.Variable | tf.Variable],
+    batch: Any,
+    *,
+    accum_steps: int | None = None,
+    micro_batch_size: int | None = None,
+    reduction: str = "mean",
+    scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None,
+) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+    """The loss of a batch and its gradients, computed one micro-batch after another.
+
+    ```python
+    def loss_fn(micro_batch):
+        x, y = micro_batch
+        return keras.ops.mean(keras.ops.square(model(x, training=True) - y))
+
+    @tf.function
+    def train_step(batch):
+        loss, gradients = accumulate_gradients(
+            loss_fn, model.trainable_variables, batch, micro_batch_size=4
+        )
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+    ```
+
+    In a `tf.function`, the micro-batches run in a loop of the graph: `loss_fn` is traced
+    once, and the activations of one micro-batch are in memory at a time. Build the model
+    before: variables cannot be created in a loop.
+
+    Under a `tf.distribute` strategy, call it on each replica, with the samples there, and
+    pass `optimizer.apply(..., weight=...)` what they weigh. Keras's losses divide by the
+    number of replicas, as optimizers expect: divide a loss of your own likewise.
+
+    Args:
+        loss_fn: from a micro-batch, structured as `batch`, to its mean loss (a scalar),
+            or to a pair of its mean loss and its weight: the denominator of that mean,
+            such as the number of valid tokens. Without a weight, it is the number of
+            samples. A micro-batch of weight 0 adds nothing, even if its loss is NaN.
+        variables: the variables to differentiate by, all of them built.
+        batch: nested tensors, ragged ones too, whose first dimension is the samples', of
+            any size; None stays None.
+        accum_steps: int, how many micro-batches to make. The first ones have one sample
+            more where the batch does not divide; a batch of fewer samples makes as many
+            micro-batches as it has samples.
+        micro_batch_size: int, how many samples each has, except for a shorter last one.
+            Exactly one of `accum_steps` and `micro_batch_size` has to be given.
+        reduction: `"mean"`, or `"sum"` for a loss that is a sum: losses and gradients
+            are added up, and weights are not asked for.
+        scale_loss: `optimizer.scale_loss`, for float16: applied to each loss before it
+            is differentiated. The gradients come scaled, as `optimizer.apply` expects.
+
+    Returns:
+        The loss, a float32 scalar, never scaled; and a list with the gradient for each
+        variable, a dense tensor of the variable's shape, in float32 at least, or None
+        if the loss does not depend on it.
+
+    Raises:
+        ValueError: for a batch without samples, tensors that differ in their first
+            dimension, scalars, or a loss that is no scalar.
+        tf.errors.InvalidArgumentError: the same in a graph, where sizes are known only
+            when it runs.
+
+    References:
+        Goyal et al., 2017, "Accurate, Large Minibatch SGD", section 3, on what has to be
+        normalised by what.
+    """
+    split = Split(accum_steps, micro_batch_size)
+    check_option("reduction", reduction, ("mean", "sum"))
+    batch, checks = check_batch(batch)
+    with tf.control_dependencies(checks), parts_of_a_window():
+        loss_of = _weighted(loss_fn)
+        window = value_and_gradients(
+            loss_of, variables, batch, split, reduction, scale_loss
+        )
+    return window.loss, window.gradients
+
+
+def _weighted(loss_fn: Callable[[Any], Any]) -> Callable[[Any, tf.Tensor], Any]:
+    """`loss_fn`, which may give a weight or not, as one that does."""
+    if not tf.executing_eagerly():
+        # For the loss function, AutoGraph: this package's own code does without.
+        loss_fn = tf.function(loss_fn)
+
+    def loss_of(micro_batch: Any, rows: tf.Tensor) -> tuple[Any, Any, list]:
+        result = loss_fn(micro_batch)
+        loss, weight = result if isinstance(result, (tuple, list)) else (result, None)
+        return loss, weight, []
+
+    return loss_of
+
+
+def value_and_gradients(
+    loss_of: LossFunction,
+    variables: Sequence[keras.Variable | tf.Variable],
+    batch: Any,
+    split: Split,
+    reduction: str = "mean",
+    scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    parts: int = 0,
+    divisor_of: Callable[[tf.Tensor], tf.Tensor] | None = None,
+) -> BatchGradients:
+    """`accumulate_gradients` for a `loss_of` with `parts` scalars to be averaged too.
+
+    The gradients are divided by `divisor_of` the sum of the weights; by default by that
+    sum itself, as the losses are.
+    """
+    values = [
+        getattr(v, "value", v) if isinstance(v, keras.Variable) else v for v in variables
+    ]
+    reached = [False] * len(values)
+
+    def step(micro_batch: Any, rows: tf.Tensor, state: Any) -> Any:
+        sums, values_sum, total, unit = state
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(values)
+            loss, weight, others = loss_of(micro_batch, rows)
+            loss = _scalar(loss)
+            # A share of the samples is never 0 nor above 1: it goes to one scalar, not to
+            # all gradients. In float16, they have the size of the large batch's then.
+            early = weight is None and loss.dtype.size >= 4
+            weight = tf.cast(rows if weight is None else weight, "float32")
+            if reduction == "sum":
+                weight = tf.ones(())
+            # Other weights are taken in units of the first: equal ones add gradients as
+            # they are.
+            whole = early and reduction == "mean"
+            first = tf.cast(rows_of(batch), "float32") if whole else weight
+            unit = tf.where(tf.equal(unit, 0.0), first, unit)
+            share = tf.math.divide_no_nan(weight, unit)
+            target = loss if scale_loss is None else scale_loss(loss)
+            if early:
+                target *= tf.cast(share, target.dtype)
+        gradients: list[Gradient] = tape.gradient(target, values)
+        for i, gradient in enumerate(gradients):
+            reached[i] = reached[i] or gradient is not None
+        sums = [
+            s if g is None else add(s, g if early else weigh(g, share, s.dtype))
+            for s, g in zip(sums, gradients)
+        ]
+        values_sum = [
+            v + tf.math.multiply_no_nan(tf.cast(value, "float32"), share)
+            for v, value in zip(values_sum, [loss, *others])
+        ]
+        return sums, values_sum, total + share, unit
+
+    zeros = [tf.zeros(v.shape, sum_dtype(v, None)) for v in values]
+    start = (zeros, [tf.zeros(())] * (1 + parts), tf.zeros(()), tf.zeros(()))
+    sums, means, total, unit = for_each_micro_batch(step, batch, start, split)
+    divisor = tf.ones(()) if reduction == "sum" else total
+    loss, *others = [tf.math.divide_no_nan(mean, divisor) for mean in means]
+    weight = whole = total * unit
+    if divisor_of is not None:
+        whole = divisor_of(weight)
+        divisor = tf.math.divide_no_nan(whole, unit)
+    gradients = [
+        divide_no_nan(s, divisor) if was_reached else None
+        for s, was_reached in zip(sums, reached)
+    ]
+    return BatchGradients(loss, gradients, weight, others, whole)
+
+
+def _scalar(loss: Any) -> tf.Tensor:
+    loss = tf.convert_to_tensor(loss)
+    if loss.shape.rank != 0:
+        raise ValueError(
+            "`loss_fn` must return a scalar, the mean loss of the micro-batch, or a pair "
+            f"of it and its weight. Received a loss of shape {tuple(loss.shape)}: take "
+            "its mean, and pass `reduction='sum'` if you take its sum."
+        )
+    return loss

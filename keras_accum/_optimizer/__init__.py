@@ -1,0 +1,1 @@
+"""One update of an inner optimizer per window."""

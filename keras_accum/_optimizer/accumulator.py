@@ -1,0 +1,285 @@
+"""The variables of a window: what it holds so far, and how it gives and forgets it.
+
+The sum is kept in units of the window's first micro-batch: with w_i the weight of
+micro-batch i, w_1 that of the first one that weighs anything, and g_i its gradient,
+
+    sum   = Σ (w_i / w_1) g_i
+    total = Σ (w_i / w_1)             mean = sum / total
+
+so that micro-batches of equal weight are added as they are, a window of one is its own
+gradient bit for bit, and token counts do not reach into the range of the gradients.
+"""
+
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+
+from .._backend import replica
+from .._backend.private.compiled import compiled_by_xla
+from .._core.gradients import Gradient, divide_no_nan, sum_dtype, weigh
+
+
+class Accumulator:
+    """The running sum of the gradients of one window.
+
+    Variables: one sum per trained variable, and a few scalars. What each replica adds
+    for itself (`sums`, `total`, `dropped`, `reached`) is its own until the window's end,
+    and saved as the sum over replicas; what they hold together (`micro_step`, `length`,
+    `unit`) is the same on all. Several replicas cannot agree on a first weight without
+    talking to each other: their unit is 1. Nothing else depends on how many they are, so
+    that a window may go on with another number of them.
+
+    Args:
+        variables: the trained variables, in the order of their gradients.
+        dtype: of the sums; None for each variable's own, but float32 at least.
+        weighted: whether the micro-batches weigh differently ("mean"), or all 1 ("sum").
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[keras.Variable],
+        dtype: str | None,
+        weighted: bool,
+    ) -> None:
+        self.weighted = weighted
+        self.trained = list(variables)
+        # float8 scales and the like: not gradients, but the variable's next value.
+        self.overwrites = [
+            getattr(v, "overwrite_with_gradient", False) for v in variables
+        ]
+        self.sums = [
+            _own_variable(f"sum_{i}", v.shape, sum_dtype(v, dtype))
+            for i, v in enumerate(variables)
+        ]
+        self.total = _own_variable("total_weight", (), "float32")
+        self.dropped = _own_variable("dropped", (), "float32")
+        self.micro_step = _shared_variable("micro_step", (), "int64")
+        self.length = _shared_variable("window_length", (), "int64")
+        self.unit = _shared_variable("unit_weight", (), "float32")
+        self.reached = _own_variable("reached", (len(variables),), "float32")
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """All variables, the scalars first."""
+        scalars = [self.micro_step, self.length, self.total, self.unit, self.dropped]
+        return [*scalars, self.reached, *self.sums]
+
+    # On each replica.
+
+    def add(
+        self,
+        gradients: Sequence[Gradient],
+        indices: Sequence[int],
+        weight: tf.Tensor,
+        kept: tf.Tensor | None,
+    ) -> None:
+        """Add the gradients of one micro-batch.
+
+        Args:
+            gradients: one for each of `indices`; None leaves a variable's sum alone.
+            indices: positions of the trained variables.
+            weight: scalar float32 tensor; 0 adds nothing, even from a NaN.
+            kept: scalar bool tensor, False to drop the micro-batch, or None.
+        """
+        if not self.weighted:
+            weight = tf.where(tf.equal(weight, 0.0), 0.0, 1.0)
+        counts = tf.ones(())
+        if kept is not None:
+            counts = tf.cast(kept, "float32")
+            weight = tf.where(kept, weight, 0.0)
+            self.dropped.assign_add(1.0 - counts)
+        share = self._relative_weight(weight)
+        self.total.assign_add(share)
+        # Keras's mean losses are divided by the number of replicas, which is undone here.
+        factor = share * replica.count() if self.weighted else share
+        for gradient, index in zip(gradients, indices):
+            if gradient is None:
+                continue
+            if self.overwrites[index]:
+                self._update_maximum(gradient, index, share)
+            else:
+                _add_to(self.sums[index], weigh(gradient, factor, self.sums[index].dtype))
+        given = {i for i, g in zip(indices, gradients) if g is not None}
+        marks = [float(i in given) for i in range(len(self.sums))]
+        # A maximum has no value yet from what weighs nothing; a sum has its zero.
+        weighs = tf.cast(tf.not_equal(share, 0.0), "float32")
+        each = [weighs if overwrites else counts for overwrites in self.overwrites]
+        self.reached.assign_add(marks * tf.stack(each))
+
+    def _relative_weight(self, weight: tf.Tensor) -> tf.Tensor:
+        """`weight` in units of the window's first."""
+        unit = _read(self.unit)
+        first = weight if replica.count() == 1 else tf.ones(())
+        unit = tf.where(tf.equal(unit, 0.0), first, unit)
+        if replica.count() == 1:
+            self.unit.assign(unit)
+        return tf.math.divide_no_nan(weight, unit)
+
+    def _update_maximum(self, value: tf.Tensor, index: int, share: tf.Tensor) -> None:
+        """Keep the largest value of the window, of micro-batches that weigh anything."""
+        held, value = _read(self.sums[index]), tf.cast(value, self.sums[index].dtype)
+        larger = tf.where(self._has_value(index), tf.maximum(held, value), value)
+        self.sums[index].assign(tf.where(tf.equal(share, 0.0), held, larger))
+
+    def _has_value(self, index: int) -> tf.Tensor:
+        """Whether a micro-batch that weighs anything has reached a variable."""
+        return _read(self.reached)[index] > 0
+
+    def reduce(self, indices: Sequence[int]) -> list[tf.Tensor]:
+        """The sums of `indices`, `total` and `dropped`, over all replicas."""
+        added = [i for i in indices if not self.overwrites[i]]
+        sums = [_read(self.sums[i]) for i in added]
+        *sums, total, dropped = replica.sum_over_replicas(
+            [*sums, _read(self.total), _read(self.dropped)]
+        )
+        held = dict(zip(added, sums))
+        return [
+            *[held[i] if i in held else self._maximum(i) for i in indices],
+            total,
+            dropped,
+        ]
+
+    def _maximum(self, index: int) -> tf.Tensor:
+        """The window's maximum over all replicas; the variable's own without one."""
+        value = _read(self.sums[index])
+        nothing = tf.constant(float("-inf"), value.dtype)
+        value = replica.all_reduce_max(tf.where(self._has_value(index), value, nothing))
+        own = tf.cast(tf.convert_to_tensor(self.trained[index]), value.dtype)
+        return tf.where(tf.equal(value, nothing), own, value)
+
+    def divide(
+        self, indices: Sequence[int], sums: Sequence[tf.Tensor], divisor: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """The `sums` of `indices`, reduced, over `divisor`; maxima as they are.
+
+        The means take the place of the sums, one after the other: a second copy of them
+        all is never in memory. XLA divides where it uses a mean, without a copy.
+        """
+        in_place = not compiled_by_xla()
+        means: list[tf.Tensor] = []
+        previous: list[tf.Tensor] = []
+        for index, total in zip(indices, sums):
+            if not self.overwrites[index]:
+                with tf.control_dependencies(previous):
+                    total = divide_no_nan(total, divisor)
+                    if in_place:
+                        self.sums[index].assign(total)
+                        total = _read(self.sums[index])
+                previous = [] if tf.executing_eagerly() else [total]
+            means.append(total)
+        return means
+
+    def clear(self, updated: bool = False) -> None:
+        """Forget the sums and their weight, by assignment: 0 times NaN is NaN.
+
+        Args:
+            updated: whether the variables have just been updated by the sums.
+        """
+        for variable in [self.total, self.dropped, self.reached]:
+            variable.assign(tf.zeros(variable.shape, variable.dtype))
+        for trained, variable in zip(self.trained, self.sums):
+            if updated:
+                variable.assign(self._zeros_after(trained, variable))
+            else:
+                variable.assign(tf.zeros(variable.shape, variable.dtype))
+
+    def _zeros_after(self, updated: keras.Variable, like: keras.Variable) -> tf.Tensor:
+        """Zeros for a sum, made only when the variable that it updates has its value.
+
+        Zeros that depend on nothing are made early, all of them at once: one more copy
+        of the parameters. XLA, which minds no control dependencies, even keeps a copy of
+        each sum, lest it be overwritten before it is read.
+        """
+        after = tf.convert_to_tensor(updated)
+        # In a window, which only run time knows: a graph would keep constant zeros.
+        outside = tf.less_equal(self.micro_step.value, 0)
+        if compiled_by_xla():
+            after = tf.cast(after, like.dtype)
+            return tf.where(outside, after, tf.zeros((), like.dtype))
+        with tf.control_dependencies([] if tf.executing_eagerly() else [after]):
+            return tf.fill(like.shape, tf.cast(outside, like.dtype))
+
+    # For all replicas together.
+
+    def count(self, length: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """Count one micro-step; True if it is the window's last.
+
+        Args:
+            length: gives the number of micro-steps of a window that begins now.
+        """
+        taken = tf.convert_to_tensor(self.micro_step.value)
+        held = tf.convert_to_tensor(self.length.value)
+        # A length counts from the start of a window: no change can misalign one.
+        held = tf.where(tf.equal(taken, 0), length(), held)
+        taken += 1
+        self.length.assign(held)
+        self.micro_step.assign(taken)
+        if replica.count() > 1:
+            unit = _read(self.unit)
+            self.unit.assign(tf.where(tf.equal(unit, 0.0), 1.0, unit))
+        return tf.greater_equal(taken, held)
+
+    def restart(self) -> None:
+        """Begin a new window."""
+        self.micro_step.assign(tf.zeros((), "int64"))
+        self.unit.assign(tf.zeros(()))
+
+
+class PendingWeight:
+    """What the loss computed last weighs, from where it is computed to where it is used.
+
+    A variable, for these may be two functions, traced at different times. On each replica
+    its own, and never saved.
+    """
+
+    def __init__(self) -> None:
+        self._known_and_weight = _own_variable("announced_weight", (2,), "float32")
+
+    def set(self, weight: tf.Tensor | None) -> None:
+        """Note a scalar weight; None if it cannot be known."""
+        known = [0.0, 0.0] if weight is None else [1.0, weight]
+        self._known_and_weight.assign(tf.stack(known))
+
+    def pop(self) -> tf.Tensor:
+        """The weight that was noted, once; 1 if there is none."""
+        known, weight = tf.unstack(_read(self._known_and_weight))
+        self._known_and_weight.assign(tf.zeros((2,)))
+        return tf.where(known > 0, weight, 1.0)
+
+
+def _own_variable(name: str, shape: Sequence[int], dtype: str) -> keras.Variable:
+    return keras.Variable(
+        "zeros",
+        shape=tuple(shape),
+        dtype=dtype,
+        trainable=False,
+        autocast=False,
+        aggregation="sum",
+        synchronization="on_read",
+        name=name,
+    )
+
+
+def _shared_variable(name: str, shape: Sequence[int], dtype: str) -> keras.Variable:
+    return keras.Variable(
+        "zeros",
+        shape=tuple(shape),
+        dtype=dtype,
+        trainable=False,
+        autocast=False,
+        aggregation="only_first_replica",
+        name=name,
+    )
+
+
+def _read(variable: keras.Variable) -> tf.Tensor:
+    return tf.convert_to_tensor(variable.value)
+
+
+def _add_to(variable: keras.Variable, amount: tf.Tensor | tf.IndexedSlices) -> None:
+    if isinstance(amount, tf.IndexedSlices):
+        # What replicas hold for themselves refuses a scatter; the part on one does not.
+        replica.local_component(variable.value).scatter_add(amount)
+    else:
+        variable.value.assign_add(amount)

@@ -1,0 +1,1 @@
+"""From a memory budget to the micro-batch size, and to what is recomputed."""

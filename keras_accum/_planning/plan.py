@@ -1,0 +1,214 @@
+"""What planning gives: the sizes to train with, and what was measured to find them."""
+
+import dataclasses
+import math
+from typing import Any
+
+import keras
+
+from .._backend.private.layers import flatten_layers
+from .._recompute.api import Recomputation
+from .._recompute.api import recompute as ka_recompute
+from .._step.model import accumulate
+from .budget import format_bytes
+from .measure import BaselineMemory
+from .search import Trial
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How to train on a batch within a memory budget; made by `plan`.
+
+    `print(plan)` is a table of what was tried, `plan.plot()` a figure of it, and
+    `plan.apply()` gives the model that trains so.
+
+    Attributes:
+        micro_batch_size: samples in memory at once, on one replica.
+        accum_steps: micro-batches of one update, on one replica.
+        recompute: what is recomputed in the backward pass: False for nothing, a pattern
+            of layer names, the paths of layers, or "segments=sqrt".
+        batch_size: samples of one update, over all replicas.
+        replicas: devices that train together.
+        budget_bytes: what was allowed, on one device.
+        peak_bytes: what a step of this size was measured to need, all in all: variables,
+            batch, sums of gradients, and activations.
+        predicted_bytes: what the other sizes that were measured say about this one, by
+            the line through the two nearest; None if there are fewer.
+        seconds: the time of a step on the whole batch.
+        held: what of it is there before and after a step.
+        method: how memory was measured, in words.
+        trials: everything that was measured, in that order.
+    """
+
+    micro_batch_size: int
+    accum_steps: int
+    recompute: Any
+    batch_size: int
+    replicas: int
+    budget_bytes: int
+    peak_bytes: int
+    predicted_bytes: int | None
+    seconds: float
+    held: BaselineMemory
+    method: str
+    trials: tuple[Trial, ...]
+    _model: keras.Model = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def last_micro_batch_size(self) -> int:
+        """The samples of the last micro-batch; fewer if the batch does not divide."""
+        rows = math.ceil(self.batch_size / self.replicas)
+        return rows - (self.accum_steps - 1) * self.micro_batch_size
+
+    def apply(self) -> keras.Model:
+        """Have the model that was planned for train so.
+
+        Returns:
+            The model itself, whose step now takes a batch apart (`accumulate`), with
+            recomputation switched on if the plan says so. It stays compiled as it was.
+        """
+        if self.recompute:
+            switch_on(self._model, self.recompute)
+        return accumulate(self._model, micro_batch_size=self.micro_batch_size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it but the model, in types that JSON has."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del fields["_model"]
+        return {
+            **fields,
+            "held": dataclasses.asdict(self.held),
+            "trials": [dataclasses.asdict(trial) for trial in self.trials],
+        }
+
+    def __str__(self) -> str:
+        rows = [[*_HEADER], *(self._row(trial) for trial in self.trials)]
+        return "\n".join([*self._summary(), "", *_aligned(rows)])
+
+    def _summary(self) -> list[str]:
+        steps, last = self.accum_steps, self.last_micro_batch_size
+        split = (
+            f"{steps} micro-batch{'es' if steps > 1 else ''} of {self.micro_batch_size}"
+        )
+        if last != self.micro_batch_size:
+            split = (
+                f"{steps - 1} micro-batches of {self.micro_batch_size} and one of {last}"
+            )
+        replicas = f" on each of {self.replicas} replicas" if self.replicas > 1 else ""
+        what = _describe(self.recompute)
+        held = self.held
+        step = self.peak_bytes - held.total
+        lines = [
+            f"Batch of {self.batch_size}: {split}{replicas}, {what}.",
+            f"Needs {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
+            f"({self.method}): weights {format_bytes(held.parameters)}, optimizer "
+            f"{format_bytes(held.optimizer)}, batch {format_bytes(held.batch)}, step "
+            f"{format_bytes(step)}.",
+        ]
+        if last != self.micro_batch_size:
+            lines.append(
+                "The last micro-batch is shorter; it weighs what it holds, so that the "
+                "update is the large batch's all the same."
+            )
+        return lines
+
+    def _row(self, trial: Trial) -> list[str]:
+        return [
+            str(trial.micro_batch_size),
+            _describe(trial.recompute),
+            *(_or_dash(size) for size in (trial.predicted_bytes, trial.peak_bytes)),
+            "-" if trial.seconds is None else f"{trial.seconds:.3f}",
+            self._verdict(trial),
+        ]
+
+    def _verdict(self, trial: Trial) -> str:
+        if trial.peak_bytes is None:
+            return "out of memory"
+        if not trial.fits(self.budget_bytes):
+            return "over budget"
+        chosen = (self.micro_batch_size, self.recompute)
+        return "chosen" if chosen == (trial.micro_batch_size, trial.recompute) else "fits"
+
+    def plot(self) -> Any:
+        """Draw memory over the micro-batch size, with the budget as a line.
+
+        Returns:
+            A `matplotlib.figure.Figure`; write it with `savefig`.
+
+        Raises:
+            ImportError: without matplotlib.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "`plan.plot()` draws with matplotlib, which is not installed: `pip "
+                "install matplotlib`. `print(plan)` shows the same as a table."
+            ) from error
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axis = figure.add_subplot()
+        mib = 2.0**20
+        kinds = list(dict.fromkeys(trial.recompute for trial in self.trials))
+        for i, kind in enumerate(kinds):
+            tried = [t for t in self.trials if t.recompute == kind and t.peak_bytes]
+            tried.sort(key=lambda trial: trial.micro_batch_size)
+            sizes = [trial.micro_batch_size for trial in tried]
+            peaks = [(trial.peak_bytes or 0) / mib for trial in tried]
+            axis.plot(sizes, peaks, f"C{i}o-", label=_describe(kind))
+        axis.axhline(self.budget_bytes / mib, color="C3", ls="--", label="budget")
+        axis.axhline(
+            self.held.total / mib, color="0.6", ls=":", label="held between steps"
+        )
+        axis.plot(
+            self.micro_batch_size,
+            self.peak_bytes / mib,
+            "ko",
+            ms=12,
+            mfc="none",
+            label="chosen",
+        )
+        axis.set_xscale("log", base=2)
+        sizes = sorted({trial.micro_batch_size for trial in self.trials})
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.set(xlabel="micro-batch size", ylabel="peak of a step, MiB")
+        axis.set_ylim(bottom=0)
+        axis.set_title(f"{self._model.name}: batch of {self.batch_size}")
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+        return figure
+
+
+_HEADER = ("micro-batch", "recompute", "predicted", "measured", "s/step", "verdict")
+
+
+SEGMENTS = "segments=sqrt"
+
+
+def switch_on(model: keras.Model, recompute: Any) -> Recomputation:
+    """Recompute what a plan's `recompute` says; returns the handle that undoes it."""
+    if recompute == SEGMENTS:
+        return ka_recompute(model, segments="sqrt")
+    if isinstance(recompute, tuple):
+        layers = flatten_layers(model)
+        return ka_recompute(model, [x for x in layers if x.path in recompute])
+    return ka_recompute(model, recompute)
+
+
+def _describe(recompute: Any) -> str:
+    if isinstance(recompute, tuple):
+        return f"{len(recompute)} layers recomputed"
+    if recompute == SEGMENTS:
+        return "segments recomputed"
+    return f"{recompute!r} recomputed" if recompute else "nothing recomputed"
+
+
+def _or_dash(size: int | None) -> str:
+    return "-" if size is None else format_bytes(size)
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows
+    ]

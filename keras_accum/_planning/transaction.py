@@ -1,0 +1,90 @@
+"""A model that trains for a while, and is then what it was before, to the bit."""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from .._backend.private.models import all_metrics, call_traces, unbuilt_parts
+from .._backend.private.randomness import random_state_kept
+
+# What a training step, or `accumulate`, sets on a model.
+_ATTRIBUTES = (
+    "optimizer",
+    "_compile_loss",
+    "_compile_metrics",
+    "train_step",
+    "train_function",
+    "make_train_function",
+    "_split",
+    "_two_pass",
+    "_on_oom",
+)
+
+
+@contextlib.contextmanager
+def preserving_state(model: keras.Model) -> Iterator[None]:
+    """Let `model` train inside of the context, and undo it, whatever ends it.
+
+    Put back are weights, optimizer, metrics, the seeds of layers, losses that layers
+    noted, all random state outside of the model, and which parts have been built. Not
+    put back is what a layer keeps where Keras does not see it.
+
+    Memory: a copy of all variables, on the host.
+
+    Args:
+        model: a model that is built and compiled. Parts that its first step would build
+            are replaced by copies for the time being.
+    """
+    attributes = vars(model)  # past Keras, which tracks what is set on a model
+    before = {name: attributes[name] for name in _ATTRIBUTES if name in attributes}
+    metrics = [(metric, _contents(metric)) for metric in all_metrics(model)]
+    traces = [(container, copy.copy(container)) for container in call_traces(model)]
+    values = [(v, np.array(v.value)) for v in variables(model)]
+    with random_state_kept():
+        try:
+            attributes.update(unbuilt_parts(model))
+            yield
+        finally:
+            for name in _ATTRIBUTES:
+                attributes.pop(name, None)
+            attributes.update(before)
+            for metric, contents in metrics:
+                _restore(metric, contents)
+            for container, content in traces:
+                container.clear()
+                (container.extend if isinstance(content, list) else container.update)(
+                    content
+                )
+            for variable, value in values:
+                variable.assign(value)
+
+
+def variables(model: keras.Model) -> list[keras.Variable]:
+    """All variables of a model: its own, its optimizer's and its metrics', once each."""
+    optimizer = model.optimizer
+    parts = [model, optimizer, *all_metrics(model)]
+    if (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
+        parts.append(inner)
+    found = [variable for part in parts for variable in part.variables]
+    return list({id(variable): variable for variable in found}.values())
+
+
+def _contents(metric: keras.metrics.Metric) -> tuple[dict[str, Any], dict[str, list]]:
+    """The attributes of a metric, and what its lists hold: some build them in a step."""
+    attributes = dict(vars(metric))
+    lists = {k: list(v) for k, v in attributes.items() if type(v) is list}
+    return attributes, lists
+
+
+def _restore(
+    metric: keras.metrics.Metric, contents: tuple[dict[str, Any], dict[str, list]]
+) -> None:
+    attributes, lists = contents
+    vars(metric).clear()
+    vars(metric).update(attributes)
+    for name, content in lists.items():
+        attributes[name][:] = content

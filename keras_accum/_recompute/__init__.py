@@ -1,0 +1,1 @@
+"""Run a block twice, and keep nothing in between."""

@@ -1,0 +1,108 @@
+"""Which layers of a model are meant: by name, class, function, or themselves."""
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import keras
+
+from .._backend.private.layers import children
+
+Layer: TypeAlias = keras.layers.Layer
+Select: TypeAlias = (
+    str | type | tuple[type, ...] | Layer | Sequence[Layer] | Callable[[Layer], bool]
+)
+
+
+def select_layers(model: Layer, select: Select) -> list[Layer]:
+    """The outermost layers inside of `model` that match."""
+    matches = _predicate(model, select)
+    inside = _inside(model, enter=lambda layer: not matches(layer))
+    found = [layer for layer in inside if matches(layer)]
+    if not found:
+        raise ValueError(_nothing(model, select))
+    return found
+
+
+def _inside(
+    layer: Layer,
+    enter: Callable[[Layer], bool] = lambda _: True,
+    seen: set[int] | None = None,
+) -> Iterator[Layer]:
+    """The layers inside of `layer`, in order, each once; not those inside of some."""
+    seen = set() if seen is None else seen
+    for child in children(layer):
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        yield child
+        if enter(child):
+            yield from _inside(child, enter, seen)
+
+
+def _predicate(model: Layer, select: Select) -> Callable[[Layer], bool]:
+    if isinstance(select, str):
+        return _named(select)
+    if isinstance(select, keras.layers.Layer):
+        return _listed(model, [select])
+    classes = select if isinstance(select, tuple) else (select,)
+    if all(isinstance(item, type) for item in classes):
+        return lambda layer: isinstance(layer, classes)
+    if isinstance(select, Sequence):
+        return _listed(model, select)
+    if callable(select):
+        return select
+    raise TypeError(
+        "`select` must be a pattern of names, a class, a function from a layer to bool, "
+        f"a layer or a list of layers. Received: {select!r}"
+    )
+
+
+def _named(pattern: str) -> Callable[[Layer], bool]:
+    if "/" in pattern:
+        return lambda layer: fnmatch.fnmatchcase(layer.path or "", pattern)
+    return lambda layer: fnmatch.fnmatchcase(layer.name, pattern)
+
+
+def _listed(model: Layer, layers: Sequence[Any]) -> Callable[[Layer], bool]:
+    inside = {id(layer) for layer in _inside(model)}
+    for layer in layers:
+        if layer is model:
+            raise ValueError(
+                f"'{model.name}' is the model itself: to recompute all of it at once "
+                "would keep nothing and save nothing, since all of it would be there "
+                "again. Select layers inside of it, or pass `segments='sqrt'`."
+            )
+        if id(layer) not in inside:
+            raise ValueError(
+                f"Received a layer that '{model.name}' does not have: {layer}"
+            )
+    wanted = {id(layer) for layer in layers}
+    return lambda layer: id(layer) in wanted
+
+
+def _nothing(model: Layer, select: Select) -> str:
+    names = [layer.name for layer in _inside(model)]
+    pattern = select.strip("*?") if isinstance(select, str) else ""
+    near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.4) or names[:10]
+    return (
+        f"No layer inside of '{model.name}' matches {select!r}. "
+        + (f"Layers are named, for example: {', '.join(near)}. " if near else "")
+        + "A model that makes its layers in `build` has to be built before."
+    )
+
+
+def layers_inside(roots: Sequence[Layer], patterns: str | Sequence[str]) -> list[Layer]:
+    """The layers inside of `roots` that `keep` names."""
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    layers = [layer for root in roots for layer in _inside(root)]
+    layers = list({id(layer): layer for layer in layers}.values())
+    kept = [x for x in layers if any(_named(pattern)(x) for pattern in patterns)]
+    if patterns and not kept:
+        names = ", ".join(layer.name for layer in layers[:10])
+        raise ValueError(
+            f"No layer inside of what is recomputed matches keep={patterns}. Layers are "
+            f"named, for example: {names}."
+        )
+    return kept

@@ -1,0 +1,1 @@
+"""One Keras training step over micro-batches."""

@@ -1,0 +1,303 @@
+"""Keras models whose training step takes the effective batch, micro-batch by micro-batch.
+
+`fit`, `train_on_batch`, schedules, callbacks and metrics then mean what they mean for the
+large batch: one step is one update.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import keras
+
+from .._backend.private.graphs import Functional, functional_arguments
+from .._backend.private.strategies import patch_distribution_bugs
+from .._core.checks import check_option
+from .._core.loop import Split, compiles_loop
+from .retry import ON_OOM, RetryingStep
+from .train_step import train_step
+
+
+@keras.saving.register_keras_serializable(package="keras_accum")
+class GradientAccumulationModel(keras.Model):
+    """A `keras.Model` that trains on a batch at the memory of one micro-batch.
+
+    ```python
+    model = GradientAccumulationModel(inputs, outputs, accum_steps=8)
+    model.compile("adamw", loss="sparse_categorical_crossentropy")
+    model.fit(x, y, batch_size=128)  # 16 samples at a time in memory
+    ```
+
+    Also to be subclassed, with a `call` of your own. `accumulate` does the same for a
+    model that exists already.
+
+    Each loss is divided by its own denominator over the whole batch: samples, tokens
+    under a mask, or the sum of sample weights, as its `reduction` says; several outputs
+    with different masks are exact too. Loss, metrics, weights and slots equal those of
+    the large batch to float32 rounding (1e-6 relative).
+
+    A `compute_loss` of your own that calls Keras losses, or `super()`, is understood. For
+    one that does not, micro-batches weigh by their samples; define
+
+    ```python
+    def compute_loss_weight(self, x, y, y_pred, sample_weight):
+        return ...  # scalar: what compute_loss divided by
+    ```
+
+    to say otherwise.
+
+    It does not hold for layers that couple the samples of a batch: BatchNormalization
+    sees micro-batches (`AccumBatchNormalization` pools their statistics). For losses that
+    do, pass `two_pass=True`.
+
+    Args:
+        *args: the inputs and outputs of a functional model, or nothing in a subclass.
+        accum_steps: int, how many micro-batches to make of a batch.
+        micro_batch_size: int, how many samples to have in a micro-batch. Exactly one of
+            the two has to be given.
+        two_pass: bool. True is exact for any loss of the predictions, also one that
+            couples samples (contrastive, Dice over the batch, ranking). It costs one
+            more forward pass, and the memory of the predictions.
+        on_oom: what `fit` and `train_on_batch` do when a step runs out of memory:
+            `"raise"`, or `"halve"` the micro-batch and try the same batch again, with
+            the same random numbers. The update stays that of the whole batch. After 100
+            steps in a row the size before is tried once more. Not on several replicas.
+        **kwargs: as for `keras.Model`.
+
+    Raises:
+        ValueError, TypeError: for `accum_steps` and `micro_batch_size`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        accum_steps: int | None = None,
+        micro_batch_size: int | None = None,
+        two_pass: bool = False,
+        on_oom: Literal["raise", "halve"] = "raise",
+        **kwargs: Any,
+    ) -> None:
+        settings = accum_steps, micro_batch_size, two_pass, on_oom
+        if accum_steps is None and micro_batch_size is None:
+            # As `clone_model` calls the class of a functional model.
+            settings = getattr(type(self), "_settings", settings)
+        split = Split(*settings[:2])
+        two_pass, on_oom = settings[2:]
+        check_option("on_oom", on_oom, ON_OOM)
+        if functional_arguments(args, kwargs) and not isinstance(self, Functional):
+            # Keras would make every model of this class a functional one.
+            functional: Any = _functional(type(self), settings)  # type: ignore[arg-type]
+            object.__setattr__(self, "__class__", functional)
+        super().__init__(*args, **kwargs)
+        patch_distribution_bugs()
+        self._split = split
+        self._two_pass = bool(two_pass)
+        self._on_oom = on_oom
+
+    @property
+    def accum_steps(self) -> int | None:
+        """How many micro-batches are made of a batch, if that is what was given."""
+        return self._split.accum_steps
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """How many samples a micro-batch has, if that is what was given."""
+        return self._split.micro_batch_size
+
+    @property
+    def two_pass(self) -> bool:
+        """Whether the loss is taken over the whole batch, in two passes."""
+        return self._two_pass
+
+    @property
+    def on_oom(self) -> str:
+        """What is done when a step runs out of memory."""
+        return self._on_oom
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """The function that `fit` calls for each batch."""
+        if self._on_oom == "halve":
+            return _make_retrying(self, self._split, self._two_pass, force)
+        with _loop_in_graph(self):
+            return super().make_train_function(force)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """Update once with a batch, one micro-batch in memory at a time."""
+        return train_step(self, data, self._split, two_pass=self._two_pass)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As Keras pickles a model, but by a class that pickle finds by its name.
+
+        That of a functional model is made while the program runs.
+        """
+        load, arguments = super().__reduce__()
+        return getattr(GradientAccumulationModel, load.__name__), arguments
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments of the constructor, serialised.
+
+        A subclass with a constructor of its own has its own arguments.
+        """
+        config = super().get_config()
+        if "layers" not in config:
+            return config
+        return {
+            **config,
+            "accum_steps": self.accum_steps,
+            "micro_batch_size": self.micro_batch_size,
+            "two_pass": self.two_pass,
+            "on_oom": self.on_oom,
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> "GradientAccumulationModel":
+        """A model with the arguments in `config`, and no weights."""
+        config = dict(config)
+        if "layers" not in config:
+            return cls(**config)
+        names = ("accum_steps", "micro_batch_size", "two_pass", "on_oom")
+        own = {name: config.pop(name) for name in names}
+        plain = keras.Model.from_config(config, custom_objects)
+        inputs, outputs = plain._inputs_struct, plain._outputs_struct
+        return cls(inputs, outputs, name=plain.name, trainable=plain.trainable, **own)
+
+
+@functools.cache
+def _functional(cls: type, settings: tuple[Any, ...]) -> type:
+    """`cls` as a functional model, saved and loaded by the name of `cls`.
+
+    Made without `settings` of its own, as a clone is, a model has those given here.
+    """
+    names = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "_settings": settings,
+    }
+    functional = type(cls.__name__, (cls, Functional), names)
+    package, _, name = keras.saving.get_registered_name(cls).rpartition(">")
+    if package:
+        keras.saving.register_keras_serializable(package, name)(functional)
+        # By that name, `cls` is what is to be found: it makes either kind.
+        keras.saving.get_custom_objects()[f"{package}>{name}"] = cls
+    return functional
+
+
+def _make_retrying(
+    model: keras.Model, split: Split, two_pass: bool, force: bool = False
+) -> RetryingStep:
+    """A model's `make_train_function`, for `on_oom="halve"`."""
+    if force or not isinstance(model.train_function, RetryingStep):
+        model.train_function = RetryingStep(model, split, two_pass)
+    return model.train_function
+
+
+def _make_plain(model: keras.Model, force: bool = False) -> Any:
+    """A model's `make_train_function`, for `on_oom="raise"`."""
+    with _loop_in_graph(model):
+        return type(model).make_train_function(model, force)
+
+
+@contextlib.contextmanager
+def _loop_in_graph(model: keras.Model) -> Iterator[None]:
+    """Have Keras not compile a training step that compiles its parts by itself."""
+    jit_compile = model.jit_compile
+    model.jit_compile = compiles_loop(model)
+    try:
+        yield
+    finally:
+        model.jit_compile = jit_compile
+
+
+def accumulate(
+    model: keras.Model,
+    *,
+    accum_steps: int | None = None,
+    micro_batch_size: int | None = None,
+    two_pass: bool | None = None,
+    on_oom: Literal["raise", "halve"] | None = None,
+) -> keras.Model:
+    """Have a model that exists train on batches, one micro-batch in memory at a time.
+
+    ```python
+    model = keras.applications.ResNet50(weights=None)
+    model = accumulate(model, micro_batch_size=4)
+    model.compile("sgd", loss="categorical_crossentropy")
+    model.fit(x, y, batch_size=128)
+    ```
+
+    Works in place: only the training step changes. What is saved, its weights, its
+    config and its class are the model's own; a model loaded from it trains as usual
+    until it is passed here too. `del model.train_step, model.make_train_function`, and
+    compiling anew, undoes it.
+
+    Args:
+        model: any Keras model: functional, Sequential, subclassed, loaded; compiled or
+            not, built or not.
+        accum_steps: as for `GradientAccumulationModel`.
+        micro_batch_size: likewise.
+        two_pass: likewise; by default as it is in a model that accumulates already, else
+            False.
+        on_oom: likewise; by default as it is, else "raise".
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        TypeError: if it is no `keras.Model`.
+        ValueError: if the model has a `train_step` of its own, which could not be split;
+            and, with TypeError, for `accum_steps` and `micro_batch_size`.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a `keras.Model`. Received: {model!r}")
+    split = Split(accum_steps, micro_batch_size)
+    was = _settings_of(model)
+    two_pass = was.two_pass if two_pass is None else bool(two_pass)
+    if on_oom is None:
+        on_oom = was.on_oom
+    check_option("on_oom", on_oom, ON_OOM)
+    if isinstance(model, GradientAccumulationModel):
+        model._split, model._two_pass, model._on_oom = split, two_pass, on_oom
+        model.train_function = None
+        if hasattr(type(model), "_settings"):  # A functional one, for its clones.
+            settings = (split.accum_steps, split.micro_batch_size, two_pass, on_oom)
+            model.__class__ = _functional(type(model).__bases__[0], settings)
+        return model
+    if type(model).train_step is not keras.Model.train_step:
+        raise ValueError(
+            f"'{model.name}' has a `train_step` of its own ({type(model).__name__}."
+            "train_step), which cannot be taken apart from outside. Accumulate in the "
+            "optimizer instead: `model.compile(AccumOptimizer(optimizer, accum_steps=k), "
+            "steps_per_execution=k)`, with data that yield micro-batches; or call "
+            "`accumulate_gradients` in that `train_step`."
+        )
+    patch_distribution_bugs()
+    model.train_step = functools.partial(
+        train_step, model, split=split, two_pass=two_pass
+    )
+    if on_oom == "halve":
+        make = functools.partial(_make_retrying, model, split, two_pass)
+    else:
+        make = functools.partial(_make_plain, model)
+    model.make_train_function = make
+    model.train_function = None
+    return model
+
+
+class _Settings(NamedTuple):
+    """What `accumulate` leaves as it is, if nothing is said about it."""
+
+    two_pass: bool
+    on_oom: Literal["raise", "halve"]
+
+
+def _settings_of(model: keras.Model) -> _Settings:
+    """The settings of a model, whether it accumulates already or not."""
+    if isinstance(model, GradientAccumulationModel):
+        return _Settings(model._two_pass, model._on_oom)
+    own = vars(model)
+    two_pass = getattr(own.get("train_step"), "keywords", {}).get("two_pass", False)
+    halves = getattr(own.get("make_train_function"), "func", None) is _make_retrying
+    return _Settings(two_pass, "halve" if halves else "raise")

@@ -1,0 +1,904 @@
+"""Scenarios on several replicas, each to be run in a process of its own.
+
+    python tests/replicas.py NAME [REPLICAS]
+
+Logical CPU devices stand in for GPUs. TensorFlow wants one MirroredStrategy per process:
+after a collective operation that failed, everything later in that process fails too.
+`test_replicas.py` runs them all. The oracle is one plain Keras step on one device.
+"""
+
+import contextlib
+import logging
+import os
+import pathlib
+import sys
+import tempfile
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import tensorflow as tf
+from helpers import (
+    assert_close,
+    assert_differ,
+    assert_equal,
+    assert_refused,
+    data,
+    dense_model,
+    slots,
+)
+from text_models import (
+    cross_entropy,
+    nt_xent,
+    token_model,
+    tokens,
+    two_text_arrays,
+    two_texts,
+    uneven,
+)
+
+import keras_accum as ka
+
+# Batches of 4 over 2 replicas: 2 and 2, three times, and then 1 and none.
+SAMPLES, BATCH, STEPS = 13, 4, 4
+MODES = ("graph", "eager")
+SCENARIOS = {}
+
+
+def scenario(function):
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+class CountingReductions(tf.distribute.ReductionToOneDevice):
+    """Counts the reductions that run, and the tensors and bytes that they reduce."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = None
+
+    def start(self):
+        """Forget what was counted."""
+        if self.counts is None:
+            self.counts = [tf.Variable(0, dtype="int64") for _ in range(3)]
+        for count in self.counts:
+            count.assign(0)
+
+    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+        if self.counts is not None:
+            values = [value.values[0] for value, _ in value_destination_pairs]
+            sizes = [v.dtype.size * tf.size(v, tf.int64) for v in values]
+            for count, by in zip(self.counts, (1, len(values), tf.add_n(sizes))):
+                count.assign_add(by)
+        return super().batch_reduce_implementation(
+            reduce_op, value_destination_pairs, options
+        )
+
+
+REDUCTIONS = CountingReductions()
+
+
+def scope_of(strategy):
+    return strategy.scope() if strategy else contextlib.nullcontext()
+
+
+def train(make, arrays, optimizer, strategy=None, mode="graph", **how):
+    """Fit `make()` in order: on one device without a `strategy`, in one batch.
+
+    Args:
+        make: gives a built model.
+        arrays: inputs, targets and perhaps sample weights.
+        optimizer: gives an optimizer.
+        strategy: where to train, in batches of `batch_size` samples.
+        mode: "graph" or "eager".
+        how: `split`, as for `accumulate`; `two_pass`; `batch_size`; `epochs`;
+            `class_weight`; `callbacks`; and arguments of `compile`.
+
+    Returns:
+        The model, and the last epoch's logs.
+    """
+    split, two_pass = how.pop("split", None), how.pop("two_pass", False)
+    fit = {k: how.pop(k) for k in ("class_weight", "callbacks") if k in how}
+    rows = len(tf.nest.flatten(arrays)[0])
+    batch_size, epochs = how.pop("batch_size", rows), how.pop("epochs", 2)
+    keras.utils.set_random_seed(11)
+    with scope_of(strategy):
+        model = make()
+        if split is not None:
+            ka.accumulate(model, **split, two_pass=two_pass)
+        optimizer = optimizer()
+        optimizer.build(model.trainable_variables)
+        model.compile(optimizer, run_eagerly=mode == "eager", jit_compile=False, **how)
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(arrays)
+    history = model.fit(
+        x,
+        y,
+        sample_weight=weight,
+        batch_size=batch_size,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        **fit,
+    )
+    return model, {name: values[-1] for name, values in history.history.items()}
+
+
+def assert_same(found, oracle, rtol=1e-6, logs=True):
+    """Raise unless two results of `train` agree in all state and logs."""
+    (model, found_logs), (expected, expected_logs) = found, oracle
+    assert_close(model.get_weights(), expected.get_weights(), rtol, "weights")
+    assert_close(slots(model.optimizer), slots(expected.optimizer), 10 * rtol, "slots")
+    if logs:
+        assert found_logs.keys() == expected_logs.keys()
+        for name in found_logs:
+            assert_close(found_logs[name], expected_logs[name], 2 * rtol, name)
+
+
+def sgd():
+    return keras.optimizers.SGD(0.2, momentum=0.9)
+
+
+def accumulating(inner=sgd, steps=STEPS, **options):
+    """Gives an `AccumOptimizer` around what `inner()` gives."""
+    return lambda: ka.AccumOptimizer(inner(), steps, **options)
+
+
+def check(make, arrays, strategy, mode, inner=sgd, control=True, rtol=1e-6, **how):
+    """Both routes, and both together, against the large batch on one device.
+
+    The control is plain Keras on the replicas: each divides by what it holds itself.
+    """
+    how = {"loss": "mse", **how}
+    oracle = train(make, arrays, inner, mode=mode, **how)
+    micro = {"batch_size": BATCH, **how}
+    found = train(make, arrays, accumulating(inner), strategy, mode, **micro)
+    assert_same(found, oracle, rtol, logs=False)
+    split = {"split": {"accum_steps": 3}}
+    found = train(make, arrays, inner, strategy, mode, **how, **split)
+    assert_same(found, oracle, rtol)
+    found = train(make, arrays, accumulating(inner), strategy, mode, **micro, **split)
+    assert_same(found, oracle, rtol, logs=False)
+    if control:
+        naive = train(make, arrays, inner, strategy, mode, **how)
+        assert_differ(naive[0].get_weights(), oracle[0].get_weights(), what="plain Keras")
+
+
+# ------------------------------------------------------------- optimizers, invariance
+
+
+def optimizers():
+    """Everything that has to happen once per update, on the reduced gradient."""
+    keras_optimizers = keras.optimizers
+    decay = keras_optimizers.schedules.ExponentialDecay(0.1, 1, 0.7)
+    return {
+        "momentum": sgd,
+        "global_clipnorm": lambda: keras_optimizers.SGD(0.5, global_clipnorm=0.1),
+        "clipnorm": lambda: keras_optimizers.SGD(0.5, clipnorm=0.05),
+        "clipvalue": lambda: keras_optimizers.SGD(0.5, clipvalue=0.01),
+        "decay": lambda: keras_optimizers.SGD(0.2, weight_decay=0.1),
+        "schedule": lambda: keras_optimizers.SGD(decay),
+        "ema": lambda: keras_optimizers.SGD(0.2, use_ema=True, ema_momentum=0.5),
+        "ema overwrite": lambda: keras_optimizers.SGD(
+            0.2, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+        ),
+        "adamw": lambda: keras_optimizers.AdamW(0.01, epsilon=1e-3),
+        "muon": lambda: keras_optimizers.Muon(0.01),
+        "lion": lambda: keras_optimizers.Lion(0.001),
+    }
+
+
+def constrained():
+    return dense_model(kernel_constraint=keras.constraints.MaxNorm(0.5))
+
+
+@scenario
+def every_setting_of_an_optimizer_acts_on_the_reduced_gradient(strategy, mode):
+    """keras#19891, TensorFlow#33929, keras#20582: invariant, clipped once, no crash."""
+    # Three updates: what is overwritten by averages after the second shows in the third.
+    arrays, how = data(SAMPLES), {"loss": "mse", "mode": mode, "epochs": 3}
+    for name, inner in optimizers().items():
+        print(name)
+        if mode == "eager" and name not in ("global_clipnorm", "ema overwrite"):
+            continue
+        rtol = 2e-5 if name in ("adamw", "muon", "lion") else 2e-6
+        oracle = train(constrained, arrays, inner, **how)
+        micro = {**how, "batch_size": BATCH}
+        found = train(constrained, arrays, accumulating(inner), strategy, **micro)
+        assert_same(found, oracle, rtol, logs=False)
+        split = {"accum_steps": 3}
+        found = train(constrained, arrays, inner, strategy, split=split, **how)
+        assert_same(found, oracle, rtol)
+
+
+@scenario
+def one_two_and_four_replicas_give_the_same_weights(strategy, mode):
+    """Run with 1, 2 and 4 replicas, each against the same oracle."""
+    check(dense_model, data(SAMPLES), strategy, mode, control=False, metrics=["mae"])
+
+
+@scenario
+def gradients_are_clipped_after_they_are_reduced(strategy, mode):
+    """(3, 0) on replica 0 and (0, 4) on replica 1, clipped to norm 1: (0.6, 0.8)."""
+
+    def moved(make):
+        with strategy.scope():
+            weights = keras.Variable([0.0, 0.0])
+            optimizer = make()
+            optimizer.build([weights])
+
+        def replica():
+            index = tf.distribute.get_replica_context().replica_id_in_sync_group
+            gradient = tf.where(tf.equal(index, 0), [3.0, 0.0], [0.0, 4.0])
+            optimizer.apply([gradient], [weights])
+
+        step = replica if mode == "eager" else tf.function(replica)
+        strategy.run(step)
+        return weights.numpy()
+
+    def inner():
+        return keras.optimizers.SGD(1.0, global_clipnorm=1.0)
+
+    assert_close(moved(accumulating(inner, steps=1)), -np.array([0.6, 0.8], "float32"))
+    assert np.linalg.norm(moved(inner)) > 1.4  # The control: Keras clips each by itself.
+
+
+# ------------------------------------------------------------------ weights and losses
+
+
+@scenario
+def a_short_last_batch_weighs_what_it_holds(strategy, mode):
+    """transformers#6969: 13 samples in batches of 4; the last leaves one replica none."""
+    arrays = data(SAMPLES)
+    check(dense_model, arrays, strategy, mode, metrics=["mae"])
+
+
+@scenario
+def sample_weights_are_summed_over_replicas(strategy, mode):
+    x, y = data(SAMPLES)
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    check(dense_model, (x, y, uneven(SAMPLES)), strategy, mode, loss=loss)
+
+
+@scenario
+def tokens_are_counted_over_replicas(strategy, mode):
+    """transformers#34191: the denominator is the window's tokens, across devices too."""
+    arrays = tokens(SAMPLES)
+    check(token_model, arrays, strategy, mode, loss=cross_entropy())
+
+
+@scenario
+def two_outputs_with_two_masks_are_exact_in_the_step(strategy, mode):
+    x, y = two_text_arrays()
+    cut = tf.nest.map_structure(lambda a: a[:SAMPLES], (x, y))
+    how = {"loss": {"a": cross_entropy(), "b": cross_entropy()}, "mode": mode}
+    oracle = train(two_texts, cut, sgd, **how)
+    split = {"accum_steps": 3}
+    assert_same(train(two_texts, cut, sgd, strategy, split=split, **how), oracle)
+    naive = train(two_texts, cut, sgd, strategy, **how)
+    assert_differ(naive[0].get_weights(), oracle[0].get_weights())
+
+
+@scenario
+def a_sum_is_not_divided_by_the_number_of_replicas(strategy, mode):
+    arrays, loss = data(SAMPLES), keras.losses.MeanSquaredError(reduction="sum")
+
+    def inner():
+        return keras.optimizers.SGD(0.002, momentum=0.9)
+
+    how = {"loss": loss, "mode": mode}
+    oracle = train(dense_model, arrays, inner, **how)
+    summing = accumulating(inner, reduction="sum")
+    found = train(dense_model, arrays, summing, strategy, batch_size=BATCH, **how)
+    assert_same(found, oracle, logs=False)
+    split = {"accum_steps": 3}
+    assert_same(train(dense_model, arrays, inner, strategy, split=split, **how), oracle)
+    averaging = accumulating(inner)
+    assert_refused(
+        lambda: train(dense_model, arrays, averaging, strategy, batch_size=BATCH, **how),
+        ValueError,
+        "Received a loss with `reduction='sum'` (or None) in an optimizer with "
+        "`reduction='mean'`, which would divide the sum by the window's length. For "
+        "the sum over the window, as the large batch has it, write "
+        "`AccumOptimizer(..., reduction='sum')`; for the mean, give the loss "
+        "`reduction='sum_over_batch_size'`.",
+    )
+
+
+@scenario
+def a_regulariser_counts_once(strategy, mode):
+    """Keras PR#20609: not once per replica, nor once per micro-batch."""
+
+    def make():
+        return dense_model(kernel_regularizer=keras.regularizers.L2(0.3))
+
+    # Not 13: of no samples on one replica, Keras's own eager step fails here.
+    check(make, data(14), strategy, mode, control=False)
+
+
+class Penalty(keras.layers.Layer):
+    """Adds a mean over samples to the loss."""
+
+    def call(self, inputs):
+        self.add_loss(0.3 * keras.ops.mean(keras.ops.square(inputs)))
+        return inputs
+
+
+@scenario
+def what_a_layer_adds_to_the_loss_counts_once(strategy, mode):
+    def make():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((5,))
+        hidden = Penalty()(keras.layers.Dense(4)(inputs))
+        return keras.Model(inputs, keras.layers.Dense(3)(hidden))
+
+    # Of no samples, Keras itself makes a loss of NaN.
+    check(make, data(16), strategy, mode, control=False)
+
+
+@scenario
+def class_weights_are_exact(strategy, mode):
+    x, y = data(SAMPLES)
+    labels = np.abs(y).argmax(axis=1)
+    check(
+        dense_model,
+        (x, labels),
+        strategy,
+        mode,
+        loss=cross_entropy(),
+        class_weight={0: 0.2, 1: 3.0, 2: 1.0},
+    )
+
+
+class OwnLoss(keras.Model):
+    """A loss of its own, of which the hook says what it was divided by."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        weights = tf.cast(y[:, 0] > 0, "float32") + 0.1
+        errors = tf.reduce_mean(tf.square(y - y_pred), axis=-1)
+        return tf.reduce_sum(errors * weights) / tf.reduce_sum(weights)
+
+    def compute_loss_weight(self, x, y, y_pred, sample_weight):
+        return tf.reduce_sum(tf.cast(y[:, 0] > 0, "float32") + 0.1)
+
+
+@scenario
+def a_loss_with_a_hook_for_its_weight_is_exact(strategy, mode):
+    def make():
+        model = dense_model()
+        return OwnLoss(model.inputs, model.outputs)
+
+    arrays, split = data(SAMPLES), {"accum_steps": 3}
+    oracle = train(make, arrays, sgd, mode=mode)
+    assert_same(train(make, arrays, sgd, strategy, mode, split=split), oracle)
+
+
+@scenario
+def inputs_in_a_dictionary_and_dropout_train(strategy, mode):
+    """Random numbers are drawn anew; the exact part is asserted without them."""
+
+    def make(rate=0.0):
+        keras.utils.set_random_seed(1)
+        a, b = keras.Input((3,), name="a"), keras.Input((2,), name="b")
+        hidden = keras.layers.Concatenate()([a, b])
+        hidden = keras.layers.Dropout(rate)(keras.layers.Dense(6, "tanh")(hidden))
+        return keras.Model({"a": a, "b": b}, keras.layers.Dense(3)(hidden))
+
+    x, y = data(SAMPLES)
+    arrays = ({"a": x[:, :3], "b": x[:, 3:]}, y)
+    check(make, arrays, strategy, mode)
+    split = {"accum_steps": 3}
+    how = {"loss": "mse", "split": split}
+    dropped, _ = train(lambda: make(0.5), arrays, sgd, strategy, mode, **how)
+    exact, _ = train(make, arrays, sgd, strategy, mode, **how)
+    assert_differ(dropped.get_weights(), exact.get_weights())
+
+
+@scenario
+def embeddings_on_both_replicas_are_exact(strategy, mode):
+    """Sparse gradients with rows that repeat, on both replicas, under a clip.
+
+    Keras itself clips such gradients wrongly: the oracle's gradient is dense.
+    """
+    x, y = tokens(SAMPLES)
+
+    class Dense(keras.optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            dense = [tf.convert_to_tensor(g) for g in grads]
+            return super().apply(dense, trainable_variables)
+
+    def plain(kind=keras.optimizers.SGD):
+        return kind(0.5, global_clipnorm=0.02)
+
+    how = {"loss": cross_entropy(), "mode": mode}
+    oracle = train(token_model, (x, y), lambda: plain(Dense), **how)
+    micro = {**how, "batch_size": BATCH}
+    found = train(token_model, (x, y), accumulating(plain), strategy, **micro)
+    assert_same(found, oracle, logs=False)
+    split = {"accum_steps": 3}
+    assert_same(train(token_model, (x, y), plain, strategy, split=split, **how), oracle)
+    naive = train(token_model, (x, y), plain, **how)
+    assert_differ(naive[0].get_weights(), oracle[0].get_weights(), what="sparse clip")
+
+
+# ------------------------------------------------------------------------- custom loops
+
+
+def gradients_loop(strategy, mode, optimizer, variables, steps):
+    """Apply each of `steps`: gradients of replica 0, of replica 1, and their weights."""
+    with strategy.scope():
+        optimizer.build(variables)
+
+    for of_replica in steps:
+
+        def replica(of_replica=of_replica):
+            context = tf.distribute.get_replica_context()
+            first = tf.equal(context.replica_id_in_sync_group, 0)
+            chosen = [
+                None if a is None else tf.where(first, a, b) for a, b in zip(*of_replica)
+            ]
+            *grads, weight = chosen
+            # As Keras's losses make them.
+            grads = [g if g is None else g / 2 for g in grads]
+            optimizer.apply(grads, variables, weight=weight)
+
+        strategy.run(replica if mode == "eager" else tf.function(replica))
+
+
+def two_variables(strategy):
+    with strategy.scope():
+        return [keras.Variable([1.0, 2.0]), keras.Variable([3.0])]
+
+
+@scenario
+def a_parameter_unused_in_the_last_micro_batch_keeps_its_gradient(strategy, mode):
+    """pytorch#69031."""
+    variables = two_variables(strategy)
+    with strategy.scope():
+        optimizer = ka.AccumOptimizer(keras.optimizers.SGD(1.0), 2)
+    steps = [
+        ([[1.0, 2.0], [4.0], 3.0], [[5.0, 6.0], [8.0], 1.0]),
+        ([[1.0, 0.0], None, 2.0], [[0.0, 1.0], None, 2.0]),
+    ]
+    gradients_loop(strategy, mode, optimizer, variables, steps)
+    # Σ w g / Σ w, over both micro-batches and both replicas.
+    expected = [
+        np.array([1.0, 2.0]) - np.array([3 + 5 + 2 + 0, 6 + 6 + 0 + 2]) / 8,
+        np.array([3.0]) - (12 + 8) / 8,
+    ]
+    assert_close([v.numpy() for v in variables], [e.astype("float32") for e in expected])
+
+
+@scenario
+def an_infinity_on_one_replica_skips_the_window_on_all(strategy, mode):
+    """Keras judges replica 0 alone: an Inf on replica 1 reaches the weights."""
+    variables = two_variables(strategy)
+    before = [v.numpy() for v in variables]
+    with strategy.scope():
+        optimizer = ka.AccumOptimizer(sgd(), 2, on_nonfinite="skip_window")
+    good = ([[1.0, 2.0], [4.0], 1.0], [[5.0, 6.0], [8.0], 1.0])
+    bad = ([[1.0, 2.0], [4.0], 1.0], [[5.0, np.inf], [8.0], 1.0])
+    gradients_loop(strategy, mode, optimizer, variables, [good, bad])
+    assert_equal([v.numpy() for v in variables], before)
+    assert int(optimizer.skipped_windows.numpy()) == 1
+    assert int(optimizer.iterations.numpy()) == 0
+    gradients_loop(strategy, mode, optimizer, variables, [good, good])
+    assert_differ([v.numpy() for v in variables], before)
+    assert int(optimizer.iterations.numpy()) == 1
+
+
+@scenario
+def an_overflow_on_one_replica_halves_the_scale_once(strategy, mode):
+    variables = two_variables(strategy)
+    before = [v.numpy() for v in variables]
+    with strategy.scope():
+        inner = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=8.0)
+        optimizer = ka.AccumOptimizer(inner, 2)
+    bad = ([[1.0, 2.0], [4.0], 1.0], [[5.0, np.inf], [8.0], 1.0])
+    gradients_loop(strategy, mode, optimizer, variables, [bad, bad])
+    assert_equal([v.numpy() for v in variables], before)
+    assert float(optimizer.dynamic_scale.numpy()) == 4.0
+    assert int(optimizer.iterations.numpy()) == 0
+
+
+@scenario
+def a_micro_batch_of_one_replica_can_be_skipped_alone(strategy, mode):
+    variables = two_variables(strategy)
+    with strategy.scope():
+        optimizer = ka.AccumOptimizer(
+            keras.optimizers.SGD(1.0), 1, on_nonfinite="skip_micro_batch"
+        )
+    bad = ([[1.0, 2.0], [4.0], 1.0], [[5.0, np.inf], [8.0], 3.0])
+    gradients_loop(strategy, mode, optimizer, variables, [bad])
+    # The control: with the other's weight in the denominator, it would be a quarter.
+    expected = [np.array([0.0, 0.0], "float32"), np.array([-1.0], "float32")]
+    assert_close([v.numpy() for v in variables], expected)
+    assert int(optimizer.skipped_micro_batches.numpy()) == 1
+
+
+@scenario
+def values_that_overwrite_are_the_maximum_over_replicas(strategy, mode):
+    with strategy.scope():
+        scale, other = keras.Variable([1.0, 1.0]), keras.Variable([0.0])
+        scale.overwrite_with_gradient = True
+        optimizer = ka.AccumOptimizer(keras.optimizers.SGD(1.0), 2)
+    # The loop halves what it is given, as if it were a gradient.
+    steps = [
+        ([[2.0, 4.0], [1.0], 1.0], [[6.0, 0.5], [1.0], 1.0]),
+        ([[4.0, 3.0], [1.0], 1.0], [[1.0, 8.0], [1.0], 2.0]),
+    ]
+    gradients_loop(strategy, mode, optimizer, [scale, other], steps)
+    assert_equal(scale.numpy(), np.array([3.0, 4.0], "float32"))
+
+
+@scenario
+def a_loop_of_ones_own_on_accumulate_gradients_is_exact(strategy, mode):
+    """Uneven tokens on two replicas; the weight goes from the loss to `apply`."""
+    x, y = tokens(SAMPLES)
+    oracle, _ = train(token_model, (x, y), sgd, mode=mode, loss=cross_entropy(), epochs=1)
+    with strategy.scope():
+        model = token_model()
+        optimizer = ka.AccumOptimizer(sgd(), 2)
+        optimizer.build(model.trainable_variables)
+
+    def tokens_of(x):
+        return tf.reduce_sum(tf.cast(x != 0, "float32"))
+
+    def loss_fn(micro_batch):
+        x, y = micro_batch
+        loss = cross_entropy(reduction="mean_with_sample_weight")
+        return loss(y, model(x, training=True)), tokens_of(x)
+
+    def replica(batch):
+        _, grads = ka.accumulate_gradients(
+            loss_fn, model.trainable_variables, batch, micro_batch_size=2
+        )
+        optimizer.apply(grads, model.trainable_variables, weight=tokens_of(batch[0]))
+
+    def step(batch):
+        strategy.run(replica, args=(batch,))
+
+    step = step if mode == "eager" else tf.function(step)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(7)
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        step(batch)
+    assert int(optimizer.iterations.numpy()) == 1
+    assert_close(model.get_weights(), oracle.get_weights())
+
+
+# ---------------------------------------------------------------------- precision, state
+
+
+def half_model():
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((5,))
+    hidden = keras.layers.Dense(8, "tanh", dtype="mixed_float16")(inputs)
+    outputs = keras.layers.Dense(3, dtype="mixed_float16")(hidden)
+    return keras.Model(
+        inputs, keras.layers.Activation("linear", dtype="float32")(outputs)
+    )
+
+
+@scenario
+def mixed_precision_scales_and_unscales_once(strategy, mode):
+    """In float16, to 2e-3: each micro-batch's products are rounded by themselves."""
+    keras.config.set_dtype_policy("mixed_float16")
+    arrays = data(SAMPLES)
+    oracle = train(half_model, arrays, sgd, mode=mode, loss="mse")
+    how = {"loss": "mse", "mode": mode}
+    micro = {**how, "batch_size": BATCH}
+    routes = [
+        train(half_model, arrays, accumulating(), strategy, **micro),
+        train(half_model, arrays, sgd, strategy, split={"accum_steps": 3}, **how),
+    ]
+    for model, _ in routes:
+        assert_close(model.get_weights(), oracle[0].get_weights(), 2e-3, "weights")
+        assert_equal(model.optimizer.dynamic_scale.numpy(), np.float32(2.0**15))
+        assert int(model.optimizer.inner_optimizer.iterations.numpy()) == 2
+    keras.config.set_dtype_policy("float32")
+    fresh = half_model().get_weights()
+    assert_differ(oracle[0].get_weights(), fresh, by=0.05, what="training")
+
+
+def started(strategy, arrays, mode, load=None):
+    """A model in the middle of a window: two of its four micro-batches are in."""
+    with scope_of(strategy):
+        model = dense_model()
+        optimizer = accumulating()()
+        optimizer.build(model.trainable_variables)
+        model.compile(optimizer, "mse", run_eagerly=mode == "eager", jit_compile=False)
+    if load is not None:
+        load(model)
+    return model
+
+
+def feed(model, arrays, rows):
+    x, y = (a[rows] for a in arrays)
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+
+
+def storages(folder):
+    """Ways to save a model in mid-window: each gives what saves and what loads."""
+
+    def checkpoint(model):
+        return tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+
+    def whole(model):
+        kept = keras.saving.load_model(folder / "model.keras")
+        assert int(kept.optimizer.micro_step.numpy()) == 2
+        kept.save_weights(folder / "again.weights.h5")
+        model.load_weights(folder / "again.weights.h5")
+
+    return {
+        "weights": (
+            lambda model: model.save_weights(folder / "model.weights.h5"),
+            lambda model: model.load_weights(folder / "model.weights.h5"),
+        ),
+        "keras": (lambda model: model.save(folder / "model.keras"), whole),
+        "checkpoint": (
+            lambda model: checkpoint(model).write(str(folder / "checkpoint")),
+            lambda model: checkpoint(model).read(str(folder / "checkpoint")),
+        ),
+    }
+
+
+@scenario
+def a_window_goes_on_with_another_number_of_replicas(strategy, mode):
+    """Saved in mid-window on 2 replicas, or on 1, and loaded on 1, or on 2."""
+    arrays = data(SAMPLES)
+    oracle, _ = train(dense_model, arrays, sgd, mode=mode, loss="mse", epochs=1)
+    for before, after in ((strategy, strategy), (strategy, None), (None, strategy)):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, (save, load) in storages(pathlib.Path(folder)).items():
+                print(name, before, after)
+                model = started(before, arrays, mode)
+                feed(model, arrays, slice(0, 8))
+                save(model)
+                other = started(after, arrays, mode, load)
+                assert int(other.optimizer.micro_step.numpy()) == 2
+                feed(other, arrays, slice(8, None))
+                assert int(other.optimizer.iterations.numpy()) == 1
+                assert_close(other.get_weights(), oracle.get_weights(), what=name)
+    # The control: what was in the window before counts.
+    alone = started(strategy, arrays, mode)
+    alone.optimizer.accum_steps = 2
+    feed(alone, arrays, slice(8, None))
+    assert_differ(alone.get_weights(), oracle.get_weights())
+
+
+@scenario
+def an_open_window_is_flushed_from_outside_or_on_the_replicas(strategy, mode):
+    arrays = data(SAMPLES)
+    oracle, _ = train(dense_model, arrays, sgd, mode=mode, loss="mse", epochs=1)
+    how = {"loss": "mse", "batch_size": BATCH, "epochs": 1}
+    flushes = {
+        "outside": lambda model: model.optimizer.flush(),
+        "inside": lambda model: strategy.run(model.optimizer.flush),
+        "scope": lambda model: _in_scope(strategy, model.optimizer.flush),
+    }
+    longer = accumulating(steps=9)
+    for name, flush in flushes.items():
+        model, _ = train(dense_model, arrays, longer, strategy, mode, **how)
+        assert int(model.optimizer.iterations.numpy()) == 0
+        flush(model)
+        assert_close(model.get_weights(), oracle.get_weights(), what=name)
+    monitor = [ka.AccumulationMonitor(tail="flush_epoch")]
+    how = {**how, "callbacks": monitor}
+    model, logs = train(dense_model, arrays, longer, strategy, mode, **how)
+    assert_close(model.get_weights(), oracle.get_weights(), what="monitor")
+    assert logs["updates"] == 1
+
+    model, _ = train(
+        dense_model, arrays, longer, strategy, mode, loss="mse", batch_size=4
+    )
+    model.optimizer.reset()
+    assert int(model.optimizer.micro_step.numpy()) == 0
+    fresh = dense_model()
+    assert_equal(model.get_weights(), fresh.get_weights())
+
+
+def _in_scope(strategy, function):
+    with strategy.scope():
+        function()
+
+
+@scenario
+def the_monitor_names_the_replicas(strategy, mode):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("keras_accum").addHandler(handler)
+    logging.getLogger("keras_accum").setLevel(logging.INFO)
+    arrays, how = data(16), {"loss": "mse", "batch_size": BATCH, "epochs": 2}
+    monitor = [ka.AccumulationMonitor()]
+    train(dense_model, arrays, accumulating(), strategy, mode, callbacks=monitor, **how)
+    found = [line for line in lines if "2 samples x 4 accum_steps x 2 replicas" in line]
+    assert found and "effective batch 16" in found[0], lines
+
+
+# -------------------------------------------------------------------------- collectives
+
+
+@scenario
+def one_reduction_per_window_whatever_its_length(strategy, mode):
+    """Gradients and weights are reduced together, once. Keras reduces at each step."""
+    arrays = data(24)
+
+    def reductions(optimizer, **how):
+        how = {"loss": "mse", "epochs": 1, **how}
+        train(dense_model, arrays, optimizer, strategy, mode, **how)
+        REDUCTIONS.start()
+        train(dense_model, arrays, optimizer, strategy, mode, **how)
+        return [int(count) for count in REDUCTIONS.counts]
+
+    parameters = 4 * dense_model().count_params()
+    for steps in (1, 3, 6):
+        found = reductions(accumulating(steps=steps), batch_size=4)
+        # Beside the sums of 4 variables: the weight, and what was dropped.
+        assert found == [6 // steps, 6 * 6 // steps, (parameters + 8) * 6 // steps], found
+    for steps in (1, 3, 6):
+        # In the step: the number of samples before, the gradients after.
+        found = reductions(sgd, split={"accum_steps": steps})
+        # In eager mode, which of the 4 variables have a gradient on some replica.
+        told = [1, 1, 4 * 4] if mode == "eager" else [0, 0, 0]
+        expected = np.array([2, 5, parameters + 4]) + told
+        assert found == expected.tolist(), found
+    # The control.
+    assert reductions(sgd, batch_size=4)[0] == 6
+
+
+# ------------------------------------------------------------- coupled losses, refusals
+
+
+@scenario
+def a_coupled_loss_sees_the_samples_of_all_replicas(strategy, mode):
+    def make():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((2, 5))
+        decay = keras.regularizers.L2(0.1)
+        first = keras.layers.Dense(8, "tanh", kernel_regularizer=decay)
+        return keras.Sequential([inputs, first, Penalty(), keras.layers.Dense(4)])
+
+    x = np.random.default_rng(3).normal(size=(SAMPLES, 2, 5)).astype("float32")
+    arrays = (x, np.zeros((SAMPLES, 1), "float32"))
+    how = {"loss": nt_xent, "split": {"accum_steps": 3}}
+    oracle = train(make, arrays, sgd, mode=mode, loss=nt_xent)
+    found = train(make, arrays, sgd, strategy, mode, two_pass=True, **how)
+    assert_same(found, oracle)
+    inside = train(
+        make, arrays, accumulating(steps=1), strategy, mode, two_pass=True, **how
+    )
+    assert_same(inside, oracle)
+    naive = train(make, arrays, sgd, strategy, mode, loss=nt_xent)
+    assert_differ(naive[0].get_weights(), oracle[0].get_weights())
+
+
+@scenario
+def masks_are_gathered_with_the_predictions(strategy, mode):
+    arrays, how = tokens(SAMPLES), {"loss": cross_entropy(), "mode": mode}
+    split = {"split": {"accum_steps": 3}, "two_pass": True}
+    oracle = train(token_model, arrays, sgd, **how)
+    assert_same(train(token_model, arrays, sgd, strategy, **how, **split), oracle)
+    naive = train(token_model, arrays, sgd, strategy, **how)
+    assert_differ(naive[0].get_weights(), oracle[0].get_weights())
+
+
+class ReadsInputs(keras.Model):
+    """A coupled loss that reads the inputs too."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        likeness = tf.matmul(x, x, transpose_b=True)
+        found = tf.matmul(y_pred, y_pred, transpose_b=True)
+        return tf.reduce_mean(tf.square(likeness - found))
+
+
+@scenario
+def a_coupled_loss_of_the_inputs_sees_those_of_all_replicas(strategy, mode):
+    def make():
+        model = dense_model()
+        return ReadsInputs(model.inputs, model.outputs)
+
+    def inner():
+        return keras.optimizers.SGD(0.001, momentum=0.9)
+
+    arrays, split = data(SAMPLES), {"accum_steps": 3}
+    oracle = train(make, arrays, inner, mode=mode)
+    found = train(make, arrays, inner, strategy, mode, two_pass=True, split=split)
+    assert_same(found, oracle)
+
+
+def normalised(**options):
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(**options)]
+    return keras.Sequential([keras.Input((5,)), *layers, keras.layers.Dense(3)])
+
+
+@scenario
+def statistics_synchronised_over_replicas_are_refused_in_a_loop(strategy, mode):
+    arrays = data(12)
+    how = {"loss": "mse", "split": {"accum_steps": 3}, "mode": mode}
+
+    def synchronized():
+        train(
+            lambda: normalised(synchronized=True, name="norm"),
+            arrays,
+            sgd,
+            strategy,
+            **how,
+        )
+
+    assert_refused(
+        synchronized,
+        ValueError,
+        "The layer 'norm' has `synchronized=True`: it averages its statistics over the "
+        "replicas at each call, which cannot be done in a loop over micro-batches. Use "
+        "`synchronized=False`, or accumulate in the optimizer, with `AccumOptimizer`.",
+    )
+    model, _ = train(normalised, arrays, sgd, strategy, **how)
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+
+
+@scenario
+def statistics_are_pooled_over_the_window_of_each_replica(strategy, mode):
+    """What is saved is replica 0's, as for Keras's BatchNormalization."""
+
+    def make():
+        keras.utils.set_random_seed(1)
+        layers = [ka.AccumBatchNormalization(), keras.layers.Dense(3)]
+        return keras.Sequential([keras.Input((5,)), *layers])
+
+    x, y = data(12)
+    how = {"loss": "mse", "split": {"accum_steps": 3}, "mode": mode, "epochs": 1}
+    found, _ = train(make, (x, y), sgd, strategy, **how)
+    own, _ = train(make, (x[:6], y[:6]), sgd, **how)
+    other, _ = train(make, (x[6:], y[6:]), sgd, **how)
+
+    def moving(model):
+        return [
+            model.layers[0].moving_mean.numpy(),
+            model.layers[0].moving_variance.numpy(),
+        ]
+
+    assert_close(moving(found), moving(own))
+    assert_differ(moving(found), moving(other))
+
+
+@scenario
+def xla_is_refused_where_tensorflow_cannot_compile_collectives(strategy, mode):
+    """keras#19005."""
+    x, y = data(12)
+    message = (
+        "Received `jit_compile=True` under a strategy whose replicas are CPU devices, "
+        "where TensorFlow compiles no collective operation. Write "
+        "`model.compile(..., jit_compile=False)`."
+    )
+    for split, optimizer in ((None, accumulating()), ({"accum_steps": 3}, sgd)):
+        with strategy.scope():
+            model = dense_model()
+            if split:
+                ka.accumulate(model, **split)
+            model.compile(optimizer(), "mse", jit_compile=True)
+        before = model.get_weights()
+        assert_refused(
+            lambda model=model: model.fit(x, y, batch_size=4, verbose=0),
+            ValueError,
+            message,
+        )
+        assert_equal(model.get_weights(), before)
+
+
+def main():
+    name, replicas = sys.argv[1], int((*sys.argv[2:], 2)[0])
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    devices = [tf.config.LogicalDeviceConfiguration()] * replicas
+    tf.config.set_logical_device_configuration(cpu, devices)
+    strategy = tf.distribute.MirroredStrategy(
+        [f"CPU:{i}" for i in range(replicas)], cross_device_ops=REDUCTIONS
+    )
+    for mode in MODES:
+        print(mode)
+        SCENARIOS[name](strategy, mode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""One update over several machines is one step on the large batch on one device.
+
+Each scenario of `workers.py` runs in two processes of its own, on free ports of
+127.0.0.1; whatever happens, none of them is left.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from workers import SCENARIOS
+
+SECONDS = 240
+HELPERS = str(pathlib.Path(__file__).parents[1])
+# TensorFlow notices a lost worker in 4 to 13 seconds (measured, of many).
+SECONDS_TO_NOTICE = 60
+# Scenarios of tests of their own.
+LOSSES = ("worker_1_dies", "worker_1_stops", "worker_1_hangs", "training_resumes")
+
+
+def free_addresses(count):
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+
+
+@contextlib.contextmanager
+def workers(name, folder):
+    """Two processes that run a scenario, killed at the end; and what they print."""
+    addresses = free_addresses(2)
+    script = pathlib.Path(__file__).with_name("workers.py")
+    outputs = [folder / f"{name}_{i}.log" for i in range(2)]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for index, path in enumerate(outputs):
+            task = {"type": "worker", "index": index}
+            config = json.dumps({"cluster": {"worker": addresses}, "task": task})
+            process = subprocess.Popen(
+                [sys.executable, str(script), name, str(folder)],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": HELPERS,
+                    "TF_CONFIG": config,
+                    "CUDA_VISIBLE_DEVICES": "-1",
+                },
+                stdout=stack.enter_context(path.open("w")),
+                stderr=subprocess.STDOUT,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        yield processes, outputs
+
+
+def run(name, folder):
+    """Run a scenario; raise with what was printed if it fails, or takes too long."""
+    end = time.monotonic() + SECONDS
+    with workers(name, folder) as (processes, outputs):
+        while time.monotonic() < end and any(p.poll() is None for p in processes):
+            if any(p.poll() for p in processes):
+                end = min(end, time.monotonic() + 1)  # The other cannot go on.
+            time.sleep(0.1)
+        codes = [process.poll() for process in processes]
+        # The first to fail says why; the other, that it has lost the first.
+        printed = "\n".join(path.read_text()[-4000:] for path in outputs)
+        assert codes == [0, 0], f"{codes}\n{printed}"
+
+
+@pytest.mark.parametrize("name", [n for n in SCENARIOS if n not in LOSSES])
+def test_on_two_workers(name, tmp_path):
+    run(name, tmp_path)
+
+
+def test_a_scenario_that_fails_is_seen(tmp_path):
+    with pytest.raises(AssertionError, match="KeyError: 'no_such_scenario'"):
+        run("no_such_scenario", tmp_path)
+
+
+def lose(name, folder, ends):
+    """Let worker 1 be lost; worker 0 has to end with an error of one of `ends`, soon."""
+    with workers(name, folder) as (processes, outputs):
+        lost = folder / "lost"
+        deadline = time.monotonic() + SECONDS
+        while not lost.exists() and time.monotonic() < deadline:
+            assert processes[0].poll() is None, outputs[0].read_text()[-4000:]
+            time.sleep(0.1)
+        code = processes[0].wait(timeout=SECONDS_TO_NOTICE)
+        printed = outputs[0].read_text()
+        assert code not in (0, None)
+        assert any(end in printed for end in ends), printed[-4000:]
+
+
+def test_a_worker_that_dies_ends_the_other_and_training_resumes(tmp_path):
+    lose("worker_1_dies", tmp_path, ["UnavailableError"])
+    run("training_resumes", tmp_path)
+
+
+def test_a_worker_that_stops_ends_the_other(tmp_path):
+    lose("worker_1_stops", tmp_path, ["UnavailableError"])
+
+
+def test_a_worker_that_hangs_ends_the_other_by_the_timeout_that_was_set(tmp_path):
+    lose("worker_1_hangs", tmp_path, ["DeadlineExceededError"])
