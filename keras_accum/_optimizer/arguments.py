@@ -1,5 +1,6 @@
 """What the optimizer accepts: each argument is resolved, or refused with a remedy."""
 
+import copy
 from typing import Any
 
 import keras
@@ -7,34 +8,126 @@ import numpy as np
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
-from .._core.checks import check_option
+from .._core.checks import check_option, closest
+
+_ON_THE_INNER = (
+    "Pass it to the inner optimizer: `AccumOptimizer(keras.optimizers.Adam({}=...), "
+    "accum_steps=...)`."
+)
+_ON_THE_SCALER = (
+    "Pass it to a scaler inside: `AccumOptimizer(keras.optimizers.LossScaleOptimizer("
+    "optimizer, {}=...), accum_steps=...)`."
+)
+_IN_THE_DATA = (
+    "The data say it: `model.fit(..., batch_size=...)` is the micro-batch of all "
+    "replicas together."
+)
+# What to do about arguments that belong elsewhere.
+REMEDIES = {
+    "batch_size": _IN_THE_DATA,
+    "clipnorm": _ON_THE_INNER.format("clipnorm"),
+    "clipvalue": _ON_THE_INNER.format("clipvalue"),
+    "dynamic_growth_steps": _ON_THE_SCALER.format("dynamic_growth_steps"),
+    "ema_momentum": _ON_THE_INNER.format("ema_momentum"),
+    "ema_overwrite_frequency": _ON_THE_INNER.format("ema_overwrite_frequency"),
+    "global_clipnorm": _ON_THE_INNER.format("global_clipnorm"),
+    "initial_scale": _ON_THE_SCALER.format("initial_scale"),
+    "learning_rate": _ON_THE_INNER.format("learning_rate"),
+    "loss_scale_factor": _ON_THE_INNER.format("loss_scale_factor"),
+    "micro_batch_size": _IN_THE_DATA,
+    "optimizer": "Did you mean `inner_optimizer`?",
+    "use_ema": _ON_THE_INNER.format("use_ema"),
+    "weight_decay": _ON_THE_INNER.format("weight_decay"),
+}
 
 
 def resolve_optimizer(
     identifier: keras.optimizers.Optimizer | str | dict[str, Any],
+    custom_objects: dict[str, Any] | None = None,
 ) -> keras.optimizers.Optimizer:
     """The optimizer that an instance, a name or a config stands for.
 
-    Names and configs are looked up in `keras.optimizers`; `keras.optimizers.get` knows
-    fewer of its optimizers (not Lamb, in Keras 3.15).
+    Names and configs are those that `keras.optimizers.get` takes: names in any case,
+    configs with `module` or without. That function knows fewer of Keras's optimizers (not
+    Lamb, in Keras 3.15).
+
+    Raises:
+        TypeError: for anything else, with a hint if it can be guessed what was meant.
     """
-    if isinstance(identifier, str):
-        classes = {name.lower(): value for name, value in vars(keras.optimizers).items()}
-        found = classes.get(identifier.lower())
-        if isinstance(found, type) and issubclass(found, keras.optimizers.Optimizer):
-            return found()
-    elif isinstance(identifier, dict):
-        identifier = keras.saving.deserialize_keras_object(identifier)
     if isinstance(identifier, keras.optimizers.Optimizer):
         return identifier
+    with keras.saving.custom_object_scope(custom_objects or {}):
+        if isinstance(identifier, str):
+            found = _by_name(identifier)
+        elif isinstance(identifier, dict) and "class_name" in identifier:
+            found = _by_config(copy.deepcopy(identifier))  # Keras takes it apart.
+        else:
+            found = None
+    if isinstance(found, keras.optimizers.Optimizer):
+        return found
     raise TypeError(
         "`inner_optimizer` must be a Keras optimizer, the name of one in "
-        f"`keras.optimizers`, or its config. Received: {identifier!r}"
+        f"`keras.optimizers`, or its config. Received: {identifier!r}{_hint(identifier)}"
     )
 
 
+def _by_name(name: str) -> Any:
+    registered = keras.saving.get_registered_object(name)
+    found = _classes().get(name.lower(), registered)
+    return found() if isinstance(found, type) else None
+
+
+def _by_config(config: dict[str, Any]) -> Any:
+    if config.get("module") is not None or config.get("registered_name") is not None:
+        return keras.saving.deserialize_keras_object(config)
+    config = {"config": {}, **config}
+    name = config["class_name"]
+    registered = keras.saving.get_registered_object(name)
+    if (found := _classes().get(name.lower(), registered)) is not None:
+        return found.from_config(config["config"])
+    return keras.optimizers.deserialize(config)
+
+
+def _hint(identifier: Any) -> str:
+    if isinstance(identifier, type):
+        return f". That is a class: pass an instance of it, `{identifier.__name__}(...)`."
+    name = identifier.get("class_name") if isinstance(identifier, dict) else identifier
+    if not isinstance(name, str):
+        return ""
+    meant = closest(name, _classes())
+    return "" if meant is None else f". Did you mean {meant!r}?"
+
+
+def _classes() -> dict[str, type[keras.optimizers.Optimizer]]:
+    """The optimizers of Keras that stand for themselves, by their names in lower case."""
+    base = keras.optimizers.Optimizer
+    around_others = (base, LossScaleOptimizer, keras.optimizers.MultiOptimizer)
+    return {
+        name.lower(): value
+        for name, value in vars(keras.optimizers).items()
+        if isinstance(value, type)
+        and issubclass(value, base)
+        and value not in around_others
+    }
+
+
+def parts_of(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """An optimizer, and those inside of it at any depth."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    inside = [*([] if inner is None else [inner]), *getattr(optimizer, "optimizers", [])]
+    return [optimizer, *(part for held in inside for part in parts_of(held))]
+
+
+def describe_optimizer(optimizer: keras.optimizers.Optimizer) -> str:
+    """The class of an optimizer, with those of the parts of a MultiOptimizer."""
+    parts = [describe_optimizer(part) for part in getattr(optimizer, "optimizers", [])]
+    name = type(optimizer).__name__
+    return f"{name}({', '.join(parts)})" if parts else name
+
+
 def check_inner(inner: keras.optimizers.Optimizer) -> None:
-    for part in [inner, *getattr(inner, "optimizers", [])]:
+    """Refuse an optimizer that accumulates or scales the loss itself, or holds one."""
+    for part in parts_of(inner):
         if isinstance(part, LossScaleOptimizer):
             raise ValueError(
                 f"Received a {type(part).__name__} inside of another wrapper. One "

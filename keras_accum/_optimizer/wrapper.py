@@ -1,4 +1,4 @@
-"""`GradientAccumulationOptimizer`: one update of an inner optimizer per window.
+"""`AccumOptimizer`: one update of an inner optimizer per window.
 
 The order at the end of a window is the contract of this file; `_close_window` reads in
 that order: weights and gradients are summed over replicas, the loss scale is undone,
@@ -29,16 +29,18 @@ from .._backend.private.strategies import (
     replicas_left_to_caller,
 )
 from .._batch_norm import pool_first_or_next
-from .._core.checks import check_option
+from .._core.checks import check_option, refuse_unknown_arguments
 from .._core.clipping import clip_adaptively
 from .._core.gradients import Gradient, all_finite, check_gradients, global_norm, name_of
 from .._core.loss import batch_weight, is_a_part, record_terms
 from .accumulator import Accumulator, PendingWeight
 from .arguments import (
+    REMEDIES,
     check_clipping,
     check_dtype,
     check_inner,
     check_weight,
+    describe_optimizer,
     resolve_optimizer,
     scaler_settings,
 )
@@ -53,10 +55,10 @@ ON_NONFINITE = ("propagate", "skip_micro_batch", "skip_window", "raise")
 
 
 @keras.saving.register_keras_serializable(package="keras_accum")
-class GradientAccumulationOptimizer(LossScaleOptimizer):
+class AccumOptimizer(LossScaleOptimizer):
     """Accumulates the gradients of a window of micro-batches into one update.
 
-    `AccumOptimizer` is the same class. The data yield micro-batches; every
+    `GradientAccumulationOptimizer` is the same class. The data yield micro-batches; every
     `accum_steps`-th call of `apply` updates the weights, and that update is the one
     that the window's samples would make as one large batch:
 
@@ -128,6 +130,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
 
     _accumulator: Accumulator  # made by `build`
 
+    @refuse_unknown_arguments("AccumOptimizer", REMEDIES)
     def __init__(
         self,
         inner_optimizer: keras.optimizers.Optimizer | str | dict[str, Any],
@@ -208,6 +211,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         with tf.init_scope(), keras.name_scope(self.name, caller=self):
             if not self.inner_optimizer.built:
                 self.inner_optimizer.build(list(var_list))
+            check_inner(self.inner_optimizer)  # A MultiOptimizer knows its parts now.
             accumulator = Accumulator(
                 var_list, self.accumulator_dtype, weighted=self.reduction == "mean"
             )
@@ -288,7 +292,7 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
         # Keras's base class sets it while constructing; after that, only a wrapper does.
         if self.__dict__.get("_sealed"):
             raise ValueError(
-                "Another optimizer was put around GradientAccumulationOptimizer. A "
+                "Another optimizer was put around AccumOptimizer. A "
                 "LossScaleOptimizer there would drop single micro-batches from a window, "
                 "and count its growth in micro-steps. Write "
                 "`AccumOptimizer(LossScaleOptimizer(inner), accum_steps=...)`, or leave "
@@ -717,18 +721,37 @@ class GradientAccumulationOptimizer(LossScaleOptimizer):
     @classmethod
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-    ) -> "GradientAccumulationOptimizer":
+    ) -> "AccumOptimizer":
         """An optimizer with the arguments in `config`, and no state."""
         config = copy.deepcopy(config)  # Keras takes a nested config apart
-        for argument in ("inner_optimizer", "accum_steps"):
-            if isinstance(config[argument], dict):
-                config[argument] = keras.saving.deserialize_keras_object(
-                    config[argument], custom_objects=custom_objects
-                )
+        inner = config["inner_optimizer"]
+        config["inner_optimizer"] = resolve_optimizer(inner, custom_objects)
+        if isinstance(config["accum_steps"], dict):
+            config["accum_steps"] = keras.saving.deserialize_keras_object(
+                config["accum_steps"], custom_objects=custom_objects
+            )
         return cls(**config)
 
+    def __repr__(self) -> str:
+        inner = describe_optimizer(self.inner_optimizer)
+        if self._scaler_inside:
+            inner = f"LossScaleOptimizer({inner})"
+        steps = getattr(self._accum_steps, "__name__", repr(self._accum_steps))
+        options = {
+            "accumulator_dtype": (self.accumulator_dtype, None),
+            "adaptive_clip_factor": (self.adaptive_clip_factor, None),
+            "on_nonfinite": (self.on_nonfinite, "propagate"),
+        }
+        said = [f"{k}={v!r}" for k, (v, default) in options.items() if v != default]
+        shown = [inner, f"accum_steps={steps}", f"reduction={self.reduction!r}", *said]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
-AccumOptimizer = GradientAccumulationOptimizer
+
+GradientAccumulationOptimizer = AccumOptimizer
+# The name in files that were saved under it.
+keras.saving.get_custom_objects()["keras_accum>GradientAccumulationOptimizer"] = (
+    AccumOptimizer
+)
 
 
 def apply_reduced(
@@ -795,7 +818,7 @@ def _graph_computes_in_float16() -> bool:
 def _announce_weight(model: keras.Model) -> Iterator[None]:
     """Note what the training loss that is computed inside of this context weighs."""
     optimizer = getattr(model, "optimizer", None)
-    if not isinstance(optimizer, GradientAccumulationOptimizer):
+    if not isinstance(optimizer, AccumOptimizer):
         yield
         return
     with record_terms() as terms:

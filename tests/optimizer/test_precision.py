@@ -164,7 +164,7 @@ def test_a_scaler_outside_is_refused():
     assert_refused(
         lambda: LossScaleOptimizer(optimizer),
         ValueError,
-        "Another optimizer was put around GradientAccumulationOptimizer. A "
+        "Another optimizer was put around AccumOptimizer. A "
         "LossScaleOptimizer there would drop single micro-batches from a window, and "
         "count its growth in micro-steps. Write "
         "`AccumOptimizer(LossScaleOptimizer(inner), accum_steps=...)`, or leave it out: "
