@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from ._backend import replica
-from ._backend.private.layers import flatten_layers
+from ._backend.private.layers import flatten_layers, renormalizes
 from ._recompute.passes import is_repeated
 
 
@@ -52,7 +52,7 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if self.renorm:
+        if renormalizes(self):
             raise ValueError(
                 "AccumBatchNormalization does not pool the statistics of batch "
                 "renormalization. Received: renorm=True. Use "

@@ -8,11 +8,23 @@ from itertools import pairwise
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import keras_accum as ka
 
 SAMPLES = 26
+
+
+def since_keras(version, what):
+    """Mark a test of what Keras has from `version` on, to be skipped on an older one."""
+    older = _numbers(keras.__version__) < _numbers(version)
+    reason = f"{what} came with Keras {version}; this is {keras.__version__}"
+    return pytest.mark.skipif(older, reason=reason)
+
+
+def _numbers(version):
+    return [int(part) for part in version.split(".")[:2]]
 
 
 def assert_close(actual, expected, rtol=1e-6, what=""):

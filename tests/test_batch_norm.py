@@ -13,6 +13,7 @@ from helpers import (
     compile_in,
     data,
     fit,
+    since_keras,
 )
 
 import keras_accum as ka
@@ -432,6 +433,7 @@ def test_a_saved_model_loads_without_being_told_the_class(tmp_path):
     assert_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
 
 
+@since_keras("3.14", "BatchNormalization(renorm=True)")
 def test_renormalization_is_refused():
     assert_refused(
         lambda: POOLED(renorm=True),

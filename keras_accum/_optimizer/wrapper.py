@@ -181,10 +181,12 @@ class AccumOptimizer(LossScaleOptimizer):
 
     def _add_counters(self) -> None:
         def counter(name: str, dtype: str, initial: float) -> keras.Variable:
+            # TensorFlow 2.18 makes no bool of a `Constant(0)`.
+            constant = keras.initializers.Constant(initial) if initial else "zeros"
             return self.add_variable(
                 shape=(),
                 dtype=dtype,
-                initializer=keras.initializers.Constant(initial),
+                initializer=constant,
                 aggregation="only_first_replica",
                 name=name,
             )

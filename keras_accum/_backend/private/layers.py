@@ -151,6 +151,11 @@ def has_build(layer: keras.layers.Layer) -> bool:
     return not is_default(layer.build)
 
 
+def renormalizes(layer: keras.layers.BatchNormalization) -> bool:
+    """Whether `layer` does batch renormalization, which Keras has from 3.14 on."""
+    return getattr(layer, "renorm", False)
+
+
 def take_arguments(wrapper: keras.layers.Layer, layer: keras.layers.Layer) -> None:
     """Give `wrapper` the arguments of `layer`, passed on as they come.
 

@@ -4,10 +4,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.global_state import get_global_attribute
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
 from .layers import flatten_layers
+from .randomness import global_seed_generator
 
 
 def build_for(model: keras.Model, data: Any) -> None:
@@ -74,7 +73,7 @@ def state_of_layers(model: keras.Model) -> list[keras.Variable]:
     found = [variable for layer in layers for variable in layer._non_trainable_variables]
     found += [seed.state for layer in layers for seed in layer._seed_generators]
     found += [v for metric in all_metrics(model) for v in metric.variables]
-    if (generator := get_global_attribute(GLOBAL_SEED_GENERATOR)) is not None:
+    if (generator := global_seed_generator()) is not None:
         found.append(generator.state)
     return list({id(variable): variable for variable in found}.values())
 

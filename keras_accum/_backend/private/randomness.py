@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend import random as keras_random
@@ -13,8 +14,16 @@ from keras.src.backend.common.global_state import (
     get_global_attribute,
     set_global_attribute,
 )
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, draw_seed
+from keras.src.random.seed_generator import draw_seed
 from tensorflow.python.eager import context as tf_context
+
+# Where Keras keeps its global seed generator. To Keras 3.12 the key has no name there.
+GLOBAL_SEED_GENERATOR = "global_seed_generator"
+
+
+def global_seed_generator() -> keras.random.SeedGenerator | None:
+    """Keras's generator for layers and operations without a seed; None before its use."""
+    return get_global_attribute(GLOBAL_SEED_GENERATOR)
 
 
 @contextlib.contextmanager
@@ -27,7 +36,7 @@ def random_state_kept() -> Iterator[None]:
     operations = vars(tf_context.context())
     seeds = operations.get("_rng")  # not there until `tf.random.set_seed`
     kept = (random.getstate(), np.random.get_state(), seeds and seeds.getstate())
-    generator = get_global_attribute(GLOBAL_SEED_GENERATOR)
+    generator = global_seed_generator()
     seed = None if generator is None else np.array(generator.state.value)
     try:
         yield
