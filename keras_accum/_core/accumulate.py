@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
-from .checks import check_option
+from .checks import check_option, refuse_unknown_arguments
 from .gradients import Gradient, add, divide_no_nan, sum_dtype, weigh
 from .loop import Split, check_batch, for_each_micro_batch, rows_of
 from .loss import parts_of_a_window
@@ -46,6 +46,7 @@ class BatchGradients(NamedTuple):
 
 
 @tf.autograph.experimental.do_not_convert
+@refuse_unknown_arguments("accumulate_gradients")
 def accumulate_gradients(
     loss_fn: Callable[[Any], Any],
     variables: Sequence[keras.Variable | tf.Variable],

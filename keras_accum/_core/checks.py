@@ -92,6 +92,12 @@ def check_arguments(
         )
 
 
+def other_names(received: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arguments `received` that have another name in this package."""
+    others = {name for names in OTHER_NAMES.values() for name in names}
+    return {name: value for name, value in received.items() if name in others}
+
+
 def closest(name: str, names: Iterable[str]) -> str | None:
     """The one of `names` that was most likely meant by a misspelt `name`, if any."""
     found = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=0.7)

@@ -143,6 +143,20 @@ def check_inner(inner: keras.optimizers.Optimizer) -> None:
             )
 
 
+def check_step_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuse, in a step over micro-batches, an optimizer that Keras has accumulate."""
+    for part in parts_of(optimizer):
+        if part.gradient_accumulation_steps:
+            steps = part.gradient_accumulation_steps
+            raise ValueError(
+                "This model accumulates in its step, which makes one update. Received an "
+                "optimizer that accumulates the gradients of several steps: "
+                f"{type(part).__name__}(gradient_accumulation_steps={steps}). Leave that "
+                "argument out; for windows of several steps, write "
+                f"`AccumOptimizer(optimizer, accum_steps={steps})`."
+            )
+
+
 def check_clipping(
     inner: keras.optimizers.Optimizer, adaptive_clip_factor: float | None
 ) -> None:

@@ -13,7 +13,12 @@ import keras
 
 from .._backend.private.graphs import Functional, functional_arguments
 from .._backend.private.strategies import patch_distribution_bugs
-from .._core.checks import check_option
+from .._core.checks import (
+    check_arguments,
+    check_option,
+    other_names,
+    refuse_unknown_arguments,
+)
 from .._core.loop import Split, compiles_loop
 from .retry import ON_OOM, RetryingStep
 from .train_step import train_step
@@ -78,6 +83,8 @@ class GradientAccumulationModel(keras.Model):
         on_oom: Literal["raise", "halve"] = "raise",
         **kwargs: Any,
     ) -> None:
+        names = ("accum_steps", "micro_batch_size", "two_pass", "on_oom")
+        check_arguments("GradientAccumulationModel", other_names(kwargs), names)
         settings = accum_steps, micro_batch_size, two_pass, on_oom
         if accum_steps is None and micro_batch_size is None:
             # As `clone_model` calls the class of a functional model.
@@ -211,6 +218,7 @@ def _loop_in_graph(model: keras.Model) -> Iterator[None]:
         model.jit_compile = jit_compile
 
 
+@refuse_unknown_arguments("accumulate")
 def accumulate(
     model: keras.Model,
     *,

@@ -47,6 +47,7 @@ from .._core.loop import (
     take,
 )
 from .._core.loss import LossTerm, check_mean, describe, record_terms, warn_if_unknown
+from .._optimizer.arguments import check_step_optimizer
 from .._optimizer.wrapper import (
     GradientAccumulationOptimizer,
     apply_reduced,
@@ -92,6 +93,7 @@ def compute_window(
     """All of a training step but its update: the loss, the gradients, the metrics."""
     replica.check_compilable()
     check_statistics(model)
+    check_step_optimizer(model.optimizer)
     build_for(model, data)
     batch, checks = check_batch(keras.utils.unpack_x_y_sample_weight(data))
     checks += _check_weights(batch[2])
