@@ -23,6 +23,7 @@ from helpers import (
     train_twice,
 )
 from text_models import (
+    SAMPLES,
     cross_entropy,
     token_model,
     tokens,
@@ -35,7 +36,7 @@ import keras_accum as ka
 from keras_accum._step.model import _settings_of
 
 # Of 11 samples, micro-batches of 4, 4 and 3.
-SAMPLES, STEPS, SIZES = 11, {"accum_steps": 3}, (4, 4, 3)
+STEPS, SIZES = {"accum_steps": 3}, (4, 4, 3)
 MEANS = ["sum_over_batch_size", "mean", "mean_with_sample_weight"]
 UNKNOWN = "cannot be known"
 

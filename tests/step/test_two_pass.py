@@ -18,12 +18,12 @@ from helpers import (
     slots,
     train_twice,
 )
-from text_models import nt_xent
+from text_models import SAMPLES, cross_entropy, nt_xent, token_model, tokens
 
 import keras_accum as ka
 
 # Of 11 samples, micro-batches of 4, 4 and 3.
-SAMPLES, STEPS, SIZES = 11, {"accum_steps": 3}, (4, 4, 3)
+STEPS, SIZES = {"accum_steps": 3}, (4, 4, 3)
 ROWS = (slice(0, 4), slice(4, 8), slice(8, 11))
 
 
@@ -298,31 +298,6 @@ def test_several_outputs_of_which_one_is_coupled_are_exact():
     check(make, (x, targets), "graph", options)
 
 
-def tokens(samples=SAMPLES, length=6):
-    """Sequences of 1 to `length` tokens, padded with 0, and their targets."""
-    rng = np.random.default_rng(4)
-    x = rng.integers(1, 11, size=(samples, length)).astype("int32")
-    for row, held in enumerate(rng.integers(1, length + 1, size=samples)):
-        x[row, held:] = 0
-    x[:3, 1:] = 0
-    return x, np.roll(x, 1, axis=1)
-
-
-def token_model(length=6):
-    keras.utils.set_random_seed(2)
-    return keras.Sequential(
-        [
-            keras.Input((length,), dtype="int32"),
-            keras.layers.Embedding(11, 4, mask_zero=True),
-            keras.layers.Dense(11),
-        ]
-    )
-
-
-def cross_entropy(**options):
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
-
-
 @pytest.mark.parametrize(
     ("reduction", "mode"),
     [
@@ -349,7 +324,7 @@ def test_sequences_of_another_length_in_each_batch_are_exact(how):
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(3))
     results = []
     for split in (True, False):
-        model = token_model(None)
+        model = token_model(length=None)
         if split:
             ka.accumulate(model, **STEPS, two_pass=True)
         compile_in(model, how, sgd(), loss=cross_entropy())
