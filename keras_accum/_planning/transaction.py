@@ -19,9 +19,7 @@ _ATTRIBUTES = (
     "train_step",
     "train_function",
     "make_train_function",
-    "_split",
-    "_two_pass",
-    "_on_oom",
+    "_settings",
 )
 
 

@@ -7,20 +7,16 @@ large batch: one step is one update.
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import keras
 
 from .._backend.private.graphs import Functional, functional_arguments
 from .._backend.private.strategies import patch_distribution_bugs
-from .._core.checks import (
-    check_arguments,
-    check_option,
-    other_names,
-    refuse_unknown_arguments,
-)
-from .._core.loop import Split, compiles_loop
-from .retry import ON_OOM, RetryingStep
+from .._core.checks import check_arguments, other_names, refuse_unknown_arguments
+from .._core.loop import compiles_loop
+from .retry import RetryingStep
+from .settings import NAMES, OnOom, Settings
 from .train_step import train_step
 
 
@@ -80,58 +76,52 @@ class GradientAccumulationModel(keras.Model):
         accum_steps: int | None = None,
         micro_batch_size: int | None = None,
         two_pass: bool = False,
-        on_oom: Literal["raise", "halve"] = "raise",
+        on_oom: OnOom = "raise",
         **kwargs: Any,
     ) -> None:
-        names = ("accum_steps", "micro_batch_size", "two_pass", "on_oom")
-        check_arguments("GradientAccumulationModel", other_names(kwargs), names)
-        settings = accum_steps, micro_batch_size, two_pass, on_oom
-        if accum_steps is None and micro_batch_size is None:
-            # As `clone_model` calls the class of a functional model.
-            settings = getattr(type(self), "_settings", settings)
-        split = Split(*settings[:2])
-        two_pass, on_oom = settings[2:]
-        check_option("on_oom", on_oom, ON_OOM)
-        if functional_arguments(args, kwargs) and not isinstance(self, Functional):
+        check_arguments("GradientAccumulationModel", other_names(kwargs), NAMES)
+        # Keras clones a functional model as `type(model)(inputs, outputs, name=...)`.
+        settings: Settings | None = getattr(type(self), "_settings_of_clones", None)
+        if settings is None or (accum_steps, micro_batch_size) != (None, None):
+            settings = Settings(accum_steps, micro_batch_size, two_pass, on_oom)
+        if functional_arguments(args, kwargs):
             # Keras would make every model of this class a functional one.
-            functional: Any = _functional(type(self), settings)  # type: ignore[arg-type]
+            functional: Any = _functional(type(self), settings)
             object.__setattr__(self, "__class__", functional)
         super().__init__(*args, **kwargs)
         patch_distribution_bugs()
-        self._split = split
-        self._two_pass = bool(two_pass)
-        self._on_oom = on_oom
+        self._settings = settings
 
     @property
     def accum_steps(self) -> int | None:
         """How many micro-batches are made of a batch, if that is what was given."""
-        return self._split.accum_steps
+        return self._settings.accum_steps
 
     @property
     def micro_batch_size(self) -> int | None:
         """How many samples a micro-batch has, if that is what was given."""
-        return self._split.micro_batch_size
+        return self._settings.micro_batch_size
 
     @property
     def two_pass(self) -> bool:
         """Whether the loss is taken over the whole batch, in two passes."""
-        return self._two_pass
+        return self._settings.two_pass
 
     @property
     def on_oom(self) -> str:
         """What is done when a step runs out of memory."""
-        return self._on_oom
+        return self._settings.on_oom
 
     def make_train_function(self, force: bool = False) -> Any:
         """The function that `fit` calls for each batch."""
-        if self._on_oom == "halve":
-            return _make_retrying(self, self._split, self._two_pass, force)
+        if self._settings.on_oom == "halve":
+            return _make_retrying(self, self._settings, force)
         with _loop_in_graph(self):
             return super().make_train_function(force)
 
     def train_step(self, data: Any) -> dict[str, Any]:
         """Update once with a batch, one micro-batch in memory at a time."""
-        return train_step(self, data, self._split, two_pass=self._two_pass)
+        return train_step(self, data, self._settings)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As Keras pickles a model, but by a class that pickle finds by its name.
@@ -149,13 +139,7 @@ class GradientAccumulationModel(keras.Model):
         config = super().get_config()
         if "layers" not in config:
             return config
-        return {
-            **config,
-            "accum_steps": self.accum_steps,
-            "micro_batch_size": self.micro_batch_size,
-            "two_pass": self.two_pass,
-            "on_oom": self.on_oom,
-        }
+        return {**config, **self._settings.to_dict()}
 
     @classmethod
     def from_config(
@@ -165,23 +149,28 @@ class GradientAccumulationModel(keras.Model):
         config = dict(config)
         if "layers" not in config:
             return cls(**config)
-        names = ("accum_steps", "micro_batch_size", "two_pass", "on_oom")
-        own = {name: config.pop(name) for name in names}
+        # Older files do not have all of them.
+        own = {name: config.pop(name) for name in NAMES if name in config}
         plain = keras.Model.from_config(config, custom_objects)
         inputs, outputs = plain._inputs_struct, plain._outputs_struct
         return cls(inputs, outputs, name=plain.name, trainable=plain.trainable, **own)
 
 
-@functools.cache
-def _functional(cls: type, settings: tuple[Any, ...]) -> type:
+def _functional(cls: type, settings: Settings) -> type:
     """`cls` as a functional model, saved and loaded by the name of `cls`.
 
-    Made without `settings` of its own, as a clone is, a model has those given here.
+    Made without settings of its own, as a clone is, a model has those given here.
     """
+    return _make_functional(vars(cls).get("_class_of_user", cls), settings)
+
+
+@functools.cache
+def _make_functional(cls: Any, settings: Settings) -> type:
     names = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
-        "_settings": settings,
+        "_class_of_user": cls,
+        "_settings_of_clones": settings,
     }
     functional = type(cls.__name__, (cls, Functional), names)
     package, _, name = keras.saving.get_registered_name(cls).rpartition(">")
@@ -193,16 +182,20 @@ def _functional(cls: type, settings: tuple[Any, ...]) -> type:
 
 
 def _make_retrying(
-    model: keras.Model, split: Split, two_pass: bool, force: bool = False
+    model: keras.Model, settings: Settings, force: bool = False
 ) -> RetryingStep:
     """A model's `make_train_function`, for `on_oom="halve"`."""
     if force or not isinstance(model.train_function, RetryingStep):
-        model.train_function = RetryingStep(model, split, two_pass)
+        model.train_function = RetryingStep(model, settings)
     return model.train_function
 
 
-def _make_plain(model: keras.Model, force: bool = False) -> Any:
-    """A model's `make_train_function`, for `on_oom="raise"`."""
+def _make_train_function(
+    model: keras.Model, settings: Settings, force: bool = False
+) -> Any:
+    """The `make_train_function` of a model that `accumulate` was called with."""
+    if settings.on_oom == "halve":
+        return _make_retrying(model, settings, force)
     with _loop_in_graph(model):
         return type(model).make_train_function(model, force)
 
@@ -225,7 +218,7 @@ def accumulate(
     accum_steps: int | None = None,
     micro_batch_size: int | None = None,
     two_pass: bool | None = None,
-    on_oom: Literal["raise", "halve"] | None = None,
+    on_oom: OnOom | None = None,
 ) -> keras.Model:
     """Have a model that exists train on batches, one micro-batch in memory at a time.
 
@@ -260,20 +253,59 @@ def accumulate(
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a `keras.Model`. Received: {model!r}")
-    split = Split(accum_steps, micro_batch_size)
-    was = _settings_of(model)
-    two_pass = was.two_pass if two_pass is None else bool(two_pass)
+    was = settings_of(model)
+    if two_pass is None:
+        two_pass = was is not None and was.two_pass
     if on_oom is None:
-        on_oom = was.on_oom
-    check_option("on_oom", on_oom, ON_OOM)
+        on_oom = "raise" if was is None else was.on_oom
+    settings = Settings(accum_steps, micro_batch_size, two_pass, on_oom)
+    patch_distribution_bugs()
+    _set(model, settings)
+    if hasattr(type(model), "_settings_of_clones"):
+        model.__class__ = _functional(type(model), settings)
+    return model
+
+
+def settings_of(model: keras.Model) -> Settings | None:
+    """The settings by which `model` trains; None if it does not accumulate."""
     if isinstance(model, GradientAccumulationModel):
-        model._split, model._two_pass, model._on_oom = split, two_pass, on_oom
-        model.train_function = None
-        if hasattr(type(model), "_settings"):  # A functional one, for its clones.
-            settings = (split.accum_steps, split.micro_batch_size, two_pass, on_oom)
-            model.__class__ = _functional(type(model).__bases__[0], settings)
-        return model
-    if type(model).train_step is not keras.Model.train_step:
+        return model._settings
+    train_step = vars(model).get("train_step")
+    return getattr(train_step, "keywords", {}).get("settings")
+
+
+@contextlib.contextmanager
+def trained_by(model: keras.Model, settings: Settings) -> Iterator[None]:
+    """Have `model` train by `settings` inside of the context, and as before after it."""
+    attributes = vars(model)  # past Keras, which tracks what is set on a model
+    before = {name: attributes[name] for name in _ATTRIBUTES if name in attributes}
+    _set(model, settings)
+    try:
+        yield
+    finally:
+        for name in _ATTRIBUTES:
+            attributes.pop(name, None)
+        attributes.update(before)
+
+
+# What `_set` sets.
+_ATTRIBUTES = ("_settings", "train_step", "make_train_function", "train_function")
+
+
+def _set(model: keras.Model, settings: Settings) -> None:
+    """Have `model` train by `settings`; its clones do not know of it.
+
+    Raises:
+        ValueError: if the model has a `train_step` of its own.
+    """
+    if isinstance(model, GradientAccumulationModel):
+        model._settings = settings
+    elif type(model).train_step is keras.Model.train_step:
+        model.train_step = functools.partial(train_step, model, settings=settings)
+        model.make_train_function = functools.partial(
+            _make_train_function, model, settings
+        )
+    else:
         raise ValueError(
             f"'{model.name}' has a `train_step` of its own ({type(model).__name__}."
             "train_step), which cannot be taken apart from outside. Accumulate in the "
@@ -281,31 +313,4 @@ def accumulate(
             "steps_per_execution=k)`, with data that yield micro-batches; or call "
             "`accumulate_gradients` in that `train_step`."
         )
-    patch_distribution_bugs()
-    model.train_step = functools.partial(
-        train_step, model, split=split, two_pass=two_pass
-    )
-    if on_oom == "halve":
-        make = functools.partial(_make_retrying, model, split, two_pass)
-    else:
-        make = functools.partial(_make_plain, model)
-    model.make_train_function = make
     model.train_function = None
-    return model
-
-
-class _Settings(NamedTuple):
-    """What `accumulate` leaves as it is, if nothing is said about it."""
-
-    two_pass: bool
-    on_oom: Literal["raise", "halve"]
-
-
-def _settings_of(model: keras.Model) -> _Settings:
-    """The settings of a model, whether it accumulates already or not."""
-    if isinstance(model, GradientAccumulationModel):
-        return _Settings(model._two_pass, model._on_oom)
-    own = vars(model)
-    two_pass = getattr(own.get("train_step"), "keywords", {}).get("two_pass", False)
-    halves = getattr(own.get("make_train_function"), "func", None) is _make_retrying
-    return _Settings(two_pass, "halve" if halves else "raise")

@@ -19,10 +19,9 @@ import keras
 import tensorflow as tf
 
 from .._backend.private.models import build_for, state_of_layers
-from .._core.loop import Split, compiles_loop, rows_of
+from .._core.loop import compiles_loop, rows_of
+from .settings import Settings
 from .train_step import compute_window, update
-
-ON_OOM = ("raise", "halve")
 
 # After so many steps without a failure, the size before is tried once more.
 PATIENCE = 100
@@ -42,43 +41,43 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclasses.dataclass
 class _Size:
-    """The micro-batch size in use, and what may still become of it.
+    """The current micro-batch size, and the state of trying a larger one again.
 
     Attributes:
-        split: how batches are taken apart now.
-        before: the size that ran out of memory, to be tried again; None if there is none,
-            or it has been tried already.
+        settings: how batches are taken apart now.
+        before: the settings that ran out of memory and are to be tried again; None if
+            there are none, or they have been tried already.
         steps: steps in a row without a failure.
         tried: whether growing back has been tried.
     """
 
-    split: Split
-    before: Split | None = None
+    settings: Settings
+    before: Settings | None = None
     steps: int = 0
     tried: bool = False
 
     def halve(self, rows: int) -> bool:
         """Take half the size for batches of `rows`; whether that was possible."""
-        size = self.split.micro_batch_size
+        size = self.settings.micro_batch_size
         if size is None:
-            size = math.ceil(rows / (self.split.accum_steps or 1))
+            size = math.ceil(rows / (self.settings.accum_steps or 1))
         size = min(size, rows)
         if size < 2:
             return False
         if not self.tried and self.before is None:
-            self.before = self.split
-        self.split = Split(micro_batch_size=size // 2)
+            self.before = self.settings
+        self.settings = self.settings.in_micro_batches_of(size // 2)
         self.steps = 0
         return True
 
-    def next(self) -> Split:
-        """The size for the next step: the one before, once, after enough of this one."""
+    def next(self) -> Settings:
+        """The settings for the next step: after enough steps, those before, once."""
         if self.before is not None and self.steps >= PATIENCE:
             logger.info("Trying %s again.", _describe(self.before))
-            self.split, self.before, self.tried = self.before, None, True
+            self.settings, self.before, self.tried = self.before, None, True
             self.steps = 0
         self.steps += 1
-        return self.split
+        return self.settings
 
 
 class RetryingStep:
@@ -89,11 +88,10 @@ class RetryingStep:
 
     Args:
         model: a compiled model.
-        split: how to take a batch apart at first.
-        two_pass: whether the loss is taken over the whole batch.
+        settings: how to take a batch apart at first.
     """
 
-    def __init__(self, model: keras.Model, split: Split, two_pass: bool) -> None:
+    def __init__(self, model: keras.Model, settings: Settings) -> None:
         if model.distribute_strategy.num_replicas_in_sync > 1:
             raise ValueError(
                 "`on_oom='halve'` was asked for on several replicas. One of them would "
@@ -101,9 +99,8 @@ class RetryingStep:
                 "size before instead, with `plan`, or pass `on_oom='raise'`."
             )
         self._model = model
-        self._two_pass = two_pass
-        self._size = _Size(split)
-        self._functions: dict[Split, Callable[[Any], Any]] = {}
+        self._size = _Size(settings)
+        self._functions: dict[Settings, Callable[[Any], Any]] = {}
         self._apply = _compiled(
             model, functools.partial(update, model), model.jit_compile
         )
@@ -111,7 +108,7 @@ class RetryingStep:
     @property
     def micro_batch_size(self) -> int | None:
         """The size in use, if it is given as one."""
-        return self._size.split.micro_batch_size
+        return self._size.settings.micro_batch_size
 
     def __call__(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Train on the next batches; raises what `iterator` does at its end."""
@@ -129,10 +126,10 @@ class RetryingStep:
     def _step(self, data: Any) -> dict[str, Any]:
         build_for(self._model, data)
         state = [(v, tf.identity(v.value)) for v in state_of_layers(self._model)]
-        split = self._size.next()
+        settings = self._size.next()
         while True:
             try:
-                window, logs = self._gradients(split)(data)
+                window, logs = self._gradients(settings)(data)
                 break
             except tf.errors.ResourceExhaustedError as error:
                 rows = int(rows_of(keras.utils.unpack_x_y_sample_weight(data)))
@@ -140,25 +137,25 @@ class RetryingStep:
                     raise
                 logger.warning(
                     "Out of memory with %s. The same batch is tried with %s.",
-                    _describe(split),
-                    _describe(self._size.split),
+                    _describe(settings),
+                    _describe(self._size.settings),
                 )
-            split = self._size.split
+            settings = self._size.settings
             for variable, value in state:
                 variable.assign(value)
         self._apply(window)
         return logs
 
-    def _gradients(self, split: Split) -> Callable[[Any], Any]:
-        if split not in self._functions:
+    def _gradients(self, settings: Settings) -> Callable[[Any], Any]:
+        if settings not in self._functions:
 
             def gradients(data: Any) -> Any:
-                window = compute_window(self._model, data, split, self._two_pass)
+                window = compute_window(self._model, data, settings)
                 return window, self._model.get_metrics_result()
 
             jit_compile = compiles_loop(self._model)
-            self._functions[split] = _compiled(self._model, gradients, jit_compile)
-        return self._functions[split]
+            self._functions[settings] = _compiled(self._model, gradients, jit_compile)
+        return self._functions[settings]
 
 
 def _compiled(
@@ -176,7 +173,7 @@ def _without_optional(leaf: Any) -> Any:
     return None if isinstance(leaf, tf.experimental.Optional) else leaf
 
 
-def _describe(split: Split) -> str:
-    if split.micro_batch_size is not None:
-        return f"micro-batches of {split.micro_batch_size}"
-    return f"{split.accum_steps} micro-batches"
+def _describe(settings: Settings) -> str:
+    if settings.micro_batch_size is not None:
+        return f"micro-batches of {settings.micro_batch_size}"
+    return f"{settings.accum_steps} micro-batches"

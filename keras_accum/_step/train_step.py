@@ -53,6 +53,7 @@ from .._optimizer.wrapper import (
     apply_reduced,
     overwrite_by_averages,
 )
+from .settings import Settings
 from .two_pass import accumulate_coupled
 
 _BY_SAMPLES = (
@@ -66,16 +67,13 @@ _BAD_WEIGHT = (
 )
 
 
-def train_step(
-    model: keras.Model, data: Any, split: Split, two_pass: bool = False
-) -> dict[str, Any]:
+def train_step(model: keras.Model, data: Any, settings: Settings) -> dict[str, Any]:
     """Update `model` once with `data`, one micro-batch in memory at a time.
 
     Args:
         model: a compiled model.
         data: a batch as `fit` passes it to `Model.train_step`.
-        split: how to take it apart.
-        two_pass: take the loss over the whole batch, in two passes.
+        settings: how to take it apart.
 
     Returns:
         The metrics of the model, by name.
@@ -83,13 +81,11 @@ def train_step(
     apply = functools.partial(update, model)
     if compiles_in_parts(model):
         apply = tf.function(apply, jit_compile=True, autograph=False)
-    apply(compute_window(model, data, split, two_pass))
+    apply(compute_window(model, data, settings))
     return model.get_metrics_result()
 
 
-def compute_window(
-    model: keras.Model, data: Any, split: Split, two_pass: bool = False
-) -> BatchGradients:
+def compute_window(model: keras.Model, data: Any, settings: Settings) -> BatchGradients:
     """All of a training step but its update: the loss, the gradients, the metrics."""
     replica.check_compilable()
     check_statistics(model)
@@ -109,8 +105,10 @@ def compute_window(
     ):
         begin_windows(model, first)
         with tracked_apart(model) as track:
-            accumulate_parts = accumulate_coupled if two_pass else accumulate_model
-            window = accumulate_parts(model, batch, split)
+            accumulate_parts = (
+                accumulate_coupled if settings.two_pass else accumulate_model
+            )
+            window = accumulate_parts(model, batch, settings.split)
         track(window.loss, window.parts, rows_of(batch))
     return window
 

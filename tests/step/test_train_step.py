@@ -33,7 +33,8 @@ from text_models import (
 )
 
 import keras_accum as ka
-from keras_accum._step.model import _settings_of
+from keras_accum._step.model import settings_of, trained_by
+from keras_accum._step.settings import Settings
 
 # Of 11 samples, micro-batches of 4, 4 and 3.
 STEPS, SIZES = {"accum_steps": 3}, (4, 4, 3)
@@ -1030,6 +1031,45 @@ def test_a_clone_accumulates_as_the_model_does():
     assert keras.models.clone_model(twin).accum_steps == 3
 
 
+def test_models_of_equal_settings_have_one_class():
+    model = accumulating(accum_steps=3)
+    clone = keras.models.clone_model(model)
+    assert type(clone) is type(model) is type(accumulating(accum_steps=3))
+    # Made by the class of a model with other settings, they are the new one's.
+    inputs = keras.Input((5,))
+    other = type(model)(inputs, keras.layers.Dense(3)(inputs), accum_steps=5)
+    assert other.accum_steps == keras.models.clone_model(other).accum_steps == 5
+    assert keras.models.clone_model(model).accum_steps == 3
+
+
+def test_a_model_trains_by_other_settings_for_a_while():
+    model = accumulating(accum_steps=3)
+    kind, before = type(model), dict(vars(model))
+    with trained_by(model, Settings(micro_batch_size=2, two_pass=True)):
+        assert (model.micro_batch_size, model.accum_steps) == (2, None)
+        assert model.two_pass
+        assert type(model) is kind
+        assert keras.models.clone_model(model).accum_steps == 3
+    assert vars(model) == before
+    plain = dense_model()
+    before = dict(vars(plain))
+    with trained_by(plain, Settings(accum_steps=2)):
+        assert settings_of(plain) == Settings(accum_steps=2)
+    assert vars(plain) == before
+    assert settings_of(plain) is None
+
+
+def test_a_config_from_before_two_passes_and_running_out_of_memory_loads():
+    model = accumulating(accum_steps=3, two_pass=True, on_oom="halve")
+    config = model.get_config()
+    del config["on_oom"]
+    loaded = type(model).from_config(config)
+    assert settings_of(loaded) == Settings(accum_steps=3, two_pass=True)
+    del config["two_pass"]
+    loaded = ka.GradientAccumulationModel.from_config(config)
+    assert settings_of(loaded) == Settings(accum_steps=3)
+
+
 def test_a_pickled_model_accumulates_as_the_model_does():
     x, y = data()
     model = accumulating(accum_steps=3, two_pass=True)
@@ -1063,7 +1103,8 @@ def test_accumulating_anew_leaves_what_it_is_not_told(kind):
     settings = []
     for more in ({}, {"two_pass": False}, {"on_oom": "raise"}, {"two_pass": True}):
         ka.accumulate(model, micro_batch_size=4, **more)
-        settings.append(tuple(_settings_of(model)))
+        found = settings_of(model)
+        settings.append((found.two_pass, found.on_oom))
     expected = [(True, "halve"), (False, "halve"), (False, "raise"), (True, "raise")]
     assert settings == expected
 
