@@ -22,7 +22,9 @@ def count() -> int:
 
 def in_cross_replica(function: Callable[[], Any]) -> None:
     """Run `function` once for all replicas. To be called on each, or for all."""
-    if _merges() and not tf.distribute.in_cross_replica_context():
+    # Even where TensorFlow needs no `merge_call`, as under XLA on GPUs: a variable that
+    # all replicas share merges at each assignment on one, and cannot in control flow.
+    if distributed() and not tf.distribute.in_cross_replica_context():
         context = tf.distribute.get_replica_context()
         context.merge_call(lambda _: function())
     else:
@@ -31,7 +33,7 @@ def in_cross_replica(function: Callable[[], Any]) -> None:
 
 def in_replica(function: Callable[..., Any], *args: Any) -> Any:
     """Run `function` on each replica, from inside of `in_cross_replica`."""
-    if tf.distribute.in_cross_replica_context() and _merges():
+    if distributed() and tf.distribute.in_cross_replica_context():
         strategy = tf.distribute.get_strategy()
         return strategy.extended.call_for_each_replica(function, args=args)
     return function(*args)
@@ -99,19 +101,29 @@ def first_row(rows: tf.Tensor | int) -> tf.Tensor | int:
 def check_compilable() -> None:
     """Refuse to be compiled by XLA on replicas that TensorFlow cannot compile for.
 
+    Keras compiles the step of all replicas of a process into one program, which can use
+    the variables of one device alone. Several machines with one GPU each are left.
+
     Raises:
-        ValueError: under a strategy with several CPU devices.
+        ValueError: under a strategy with CPU devices, or with several GPUs in a process.
     """
     if count() == 1 or not compiled_by_xla():
         return
-    devices = getattr(tf.distribute.get_strategy().extended, "worker_devices", ())
+    devices = getattr(current().extended, "worker_devices", ())
     if any("CPU" in device.upper() for device in devices):
-        raise ValueError(_NOT_COMPILABLE)
+        raise ValueError(_CPUS_NOT_COMPILABLE)
+    if sum("GPU" in device.upper() for device in devices) > 1:
+        raise ValueError(_GPUS_NOT_COMPILABLE)
 
 
-_NOT_COMPILABLE = (
+_CPUS_NOT_COMPILABLE = (
     "Received `jit_compile=True` under a strategy whose replicas are CPU devices, where "
     "TensorFlow compiles no collective operation. Write "
+    "`model.compile(..., jit_compile=False)`."
+)
+_GPUS_NOT_COMPILABLE = (
+    "Received `jit_compile=True` under a strategy with several GPUs in one process, "
+    "where XLA compiles a program for one device only. Write "
     "`model.compile(..., jit_compile=False)`."
 )
 
@@ -120,9 +132,3 @@ def local_component(variable: tf.Variable) -> tf.Variable:
     """The part on this replica of a variable that each replica holds for itself."""
     local = getattr(variable, "_get_on_device_or_primary", None)
     return variable if local is None else local()
-
-
-def _merges() -> bool:
-    if not tf.distribute.has_strategy():
-        return False
-    return not tf.__internal__.distribute.strategy_supports_no_merge_call()

@@ -174,6 +174,7 @@ def _divisor(
 
 def update(model: keras.Model, window: BatchGradients) -> None:
     """Apply the gradients of a window; one in an `AccumOptimizer` is weighted by it."""
+    replica.check_compilable()
     optimizer, variables = model.optimizer, model.trainable_weights
     if not variables:
         warnings.warn("The model does not have any trainable weights.", stacklevel=2)

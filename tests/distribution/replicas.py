@@ -863,6 +863,14 @@ def statistics_are_pooled_over_the_window_of_each_replica(strategy, mode):
     assert_differ(moving(found), moving(other))
 
 
+def convolving():
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((5,))
+    hidden = keras.layers.Reshape((5, 1))(inputs)
+    hidden = keras.layers.Flatten()(keras.layers.Conv1D(2, 3)(hidden))
+    return keras.Model(inputs, keras.layers.Dense(3)(hidden))
+
+
 @scenario
 def xla_is_refused_where_tensorflow_cannot_compile_collectives(strategy, mode):
     """keras#19005."""
@@ -872,9 +880,16 @@ def xla_is_refused_where_tensorflow_cannot_compile_collectives(strategy, mode):
         "where TensorFlow compiles no collective operation. Write "
         "`model.compile(..., jit_compile=False)`."
     )
-    for split, optimizer in ((None, accumulating()), ({"accum_steps": 3}, sgd)):
+    three = {"accum_steps": 3}
+    # With a convolution, the loop over micro-batches is not compiled on a CPU.
+    for make, split, optimizer in (
+        (dense_model, None, accumulating()),
+        (dense_model, three, sgd),
+        (convolving, three, sgd),
+        (convolving, three, accumulating()),
+    ):
         with strategy.scope():
-            model = dense_model()
+            model = make()
             if split:
                 ka.accumulate(model, **split)
             model.compile(optimizer(), "mse", jit_compile=True)
