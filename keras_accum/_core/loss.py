@@ -8,7 +8,6 @@ sum of sample weights, as the loss's `reduction` says).
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -17,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from .._backend.private.losses import listen_to_reductions
+from .._backend.warn import warn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +119,12 @@ def batch_weight(
     if warn_if_unknown(terms, _ALL_THE_SAME):
         return None
     if added and terms[0].weighted:
-        warnings.warn(
+        warn(
             "A layer of this model adds a loss (`add_loss`, an activity regularizer), "
             "a mean over samples, and the compiled loss has another denominator: a mask, "
             "sample weights or variable lengths. One gradient for both can be weighted "
             "by one denominator only: the compiled loss's is used. `accumulate(model, "
-            "...)` is exact for both.",
-            stacklevel=2,
+            "...)` is exact for both."
         )
     return terms[0].weight
 
@@ -141,13 +140,12 @@ def check_mean(terms: Sequence[LossTerm]) -> None:
             "`reduction='sum_over_batch_size'`."
         )
     if len(terms) > 1 and any(term.weighted for term in terms):
-        warnings.warn(
+        warn(
             "This model has several losses, and masks, sample weights or variable "
             "lengths may give each of them another denominator. One gradient for all of "
             "them can be weighted by one denominator only: the first loss's is used. It "
             "is exact if the others are proportional to it from micro-batch to "
-            "micro-batch.",
-            stacklevel=2,
+            "micro-batch."
         )
 
 
@@ -169,9 +167,8 @@ def warn_if_unknown(terms: Sequence[LossTerm], consequence: str) -> bool:
         reason = "a loss function returns a scalar, whose denominator is lost"
     else:
         return False
-    warnings.warn(
+    warn(
         f"The weight of a micro-batch cannot be known, because {reason}. {consequence}",
-        stacklevel=2,
     )
     return True
 

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
-from .._core.checks import check_option, closest
+from .._core.checks import OTHER_NAMES, check_option, closest
 
 _ON_THE_INNER = (
     "Pass it to the inner optimizer: `AccumOptimizer(keras.optimizers.Adam({}=...), "
@@ -24,7 +24,7 @@ _IN_THE_DATA = (
 )
 # What to do about arguments that belong elsewhere.
 REMEDIES = {
-    "batch_size": _IN_THE_DATA,
+    **dict.fromkeys(["micro_batch_size", *OTHER_NAMES["micro_batch_size"]], _IN_THE_DATA),
     "clipnorm": _ON_THE_INNER.format("clipnorm"),
     "clipvalue": _ON_THE_INNER.format("clipvalue"),
     "dynamic_growth_steps": _ON_THE_SCALER.format("dynamic_growth_steps"),
@@ -34,7 +34,6 @@ REMEDIES = {
     "initial_scale": _ON_THE_SCALER.format("initial_scale"),
     "learning_rate": _ON_THE_INNER.format("learning_rate"),
     "loss_scale_factor": _ON_THE_INNER.format("loss_scale_factor"),
-    "micro_batch_size": _IN_THE_DATA,
     "optimizer": "Did you mean `inner_optimizer`?",
     "use_ema": _ON_THE_INNER.format("use_ema"),
     "weight_decay": _ON_THE_INNER.format("weight_decay"),

@@ -8,7 +8,6 @@ is clipped, the inner optimizer updates, and the accumulators are cleared.
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -28,6 +27,7 @@ from .._backend.private.strategies import (
     patch_distribution_bugs,
     replicas_left_to_caller,
 )
+from .._backend.warn import warn
 from .._batch_norm import pool_first_or_next
 from .._core.checks import check_option, refuse_unknown_arguments
 from .._core.clipping import clip_adaptively
@@ -629,11 +629,10 @@ class AccumOptimizer(LossScaleOptimizer):
         elif self.built and open_window:
             check_saved_window(window, state)
         elif open_window:
-            warnings.warn(
+            warn(
                 f"Skipping variable loading for optimizer '{self.name}': the saved one "
                 "has a window, and this one is not built. Build it before, "
-                "`optimizer.build(model.trainable_variables)`, to go on in that window.",
-                stacklevel=2,
+                "`optimizer.build(model.trainable_variables)`, to go on in that window."
             )
         self.inner_optimizer.load_own_variables(inner)
         self.reset()

@@ -10,9 +10,10 @@ fall with the size for certain: it is followed downwards from there as long as i
 import dataclasses
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
+
+from .._backend.warn import warn
 
 # What a smaller size, or recomputation, has to save before it is preferred: a step
 # on a shared machine is not timed more exactly than this.
@@ -256,7 +257,7 @@ def choose(
         except ValueError as error:
             if option is options[0]:
                 raise
-            warnings.warn(f"Recomputation is left out: {error}", stacklevel=3)
+            warn(f"Recomputation is left out: {error}")
             continue
         searches.append(search)
         if found is None:

@@ -17,7 +17,6 @@ are its part of the sum above: they are reduced once, then clipped and applied. 
 """
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +32,7 @@ from .._backend.private.losses import (
     undivided_losses,
 )
 from .._backend.private.models import build_for
+from .._backend.warn import warn
 from .._batch_norm import begin_windows, check_statistics, pool_calls
 from .._core.accumulate import BatchGradients, LossFunction, value_and_gradients
 from .._core.gradients import sum_dtype
@@ -177,7 +177,7 @@ def update(model: keras.Model, window: BatchGradients) -> None:
     replica.check_compilable()
     optimizer, variables = model.optimizer, model.trainable_weights
     if not variables:
-        warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+        warn("The model does not have any trainable weights.", about=model)
         return
     # What does not read the gradients, as the count of updates, waits for the checks too.
     with tf.control_dependencies([] if tf.executing_eagerly() else [window.loss]):

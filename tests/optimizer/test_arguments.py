@@ -172,6 +172,10 @@ ARGUMENTS = (
     "Its arguments are `inner_optimizer`, `accum_steps`, `reduction`, "
     "`accumulator_dtype`, `adaptive_clip_factor`, `on_nonfinite`, `name`."
 )
+IN_THE_DATA = (
+    "The data say it: `model.fit(..., batch_size=...)` is the micro-batch of all replicas "
+    "together."
+)
 TO_THE_INNER = (
     "Pass it to the inner optimizer: `AccumOptimizer(keras.optimizers.Adam({}=...), "
     "accum_steps=...)`."
@@ -195,12 +199,8 @@ TO_THE_INNER = (
             "Pass it to a scaler inside: `AccumOptimizer(keras.optimizers."
             "LossScaleOptimizer(optimizer, initial_scale=...), accum_steps=...)`.",
         ),
-        (
-            "micro_batch_size",
-            4,
-            "The data say it: `model.fit(..., batch_size=...)` is the micro-batch of "
-            "all replicas together.",
-        ),
+        ("micro_batch_size", 4, IN_THE_DATA),
+        ("minibatch_size", 4, IN_THE_DATA),
         ("colour", "red", ARGUMENTS),
     ],
 )
