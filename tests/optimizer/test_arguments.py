@@ -173,8 +173,8 @@ ARGUMENTS = (
     "`accumulator_dtype`, `adaptive_clip_factor`, `on_nonfinite`, `name`."
 )
 IN_THE_DATA = (
-    "The data say it: `model.fit(..., batch_size=...)` is the micro-batch of all replicas "
-    "together."
+    "The data say it: `model.fit(..., batch_size=...)` is the micro-batch of all "
+    "replicas together."
 )
 TO_THE_INNER = (
     "Pass it to the inner optimizer: `AccumOptimizer(keras.optimizers.Adam({}=...), "
