@@ -69,7 +69,7 @@ def gradient_errors(model: keras.Model, loss: keras.losses.Loss, batch: Batch) -
         naive = [np.mean(gradients, axis=0) for gradients in zip(*means)]
         keras_accum.accumulate(model, micro_batch_size=size)
         ours = step_gradient(model, loss, batch)
-        del model.train_step, model.make_train_function
+        del model.train_step, model.make_train_function, model.accumulation
         errors[size] = error(naive, large), error(ours, large)
     return errors
 

@@ -20,6 +20,7 @@ _ATTRIBUTES = (
     "train_function",
     "make_train_function",
     "_settings",
+    "accumulation",
 )
 
 

@@ -93,6 +93,11 @@ class GradientAccumulationModel(keras.Model):
         self._settings = settings
 
     @property
+    def accumulation(self) -> Settings:
+        """How the model accumulates: its settings, as a model in `accumulate` has too."""
+        return self._settings
+
+    @property
     def accum_steps(self) -> int | None:
         """How many micro-batches are made of a batch, if that is what was given."""
         return self._settings.accum_steps
@@ -231,8 +236,9 @@ def accumulate(
 
     Works in place: only the training step changes. What is saved, its weights, its
     config and its class are the model's own; a model loaded from it trains as usual
-    until it is passed here too. `del model.train_step, model.make_train_function`, and
-    compiling anew, undoes it.
+    until it is passed here too. `model.accumulation` holds the settings; other models do
+    not have it. `del model.train_step, model.make_train_function, model.accumulation`,
+    and compiling anew, undoes it.
 
     Args:
         model: any Keras model: functional, Sequential, subclassed, loaded; compiled or
@@ -289,7 +295,13 @@ def trained_by(model: keras.Model, settings: Settings) -> Iterator[None]:
 
 
 # What `_set` sets.
-_ATTRIBUTES = ("_settings", "train_step", "make_train_function", "train_function")
+_ATTRIBUTES = (
+    "_settings",
+    "accumulation",
+    "train_step",
+    "make_train_function",
+    "train_function",
+)
 
 
 def _set(model: keras.Model, settings: Settings) -> None:
@@ -305,6 +317,7 @@ def _set(model: keras.Model, settings: Settings) -> None:
         model.make_train_function = functools.partial(
             _make_train_function, model, settings
         )
+        model.accumulation = settings
     else:
         raise ValueError(
             f"'{model.name}' has a `train_step` of its own ({type(model).__name__}."

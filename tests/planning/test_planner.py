@@ -113,6 +113,7 @@ def everything(model):
             for part in (model.optimizer, model._compile_metrics, model.train_function)
         ],
         "step": vars(model).get("train_step"),
+        "accumulation": getattr(model, "accumulation", None),
         "traces": [list(container) for container in call_traces(model)],
         "random": (
             random.getstate(),

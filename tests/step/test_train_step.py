@@ -1,5 +1,6 @@
 """The step that splits a batch inside, against one step of Keras's own on all of it."""
 
+import dataclasses
 import pickle
 from itertools import pairwise
 
@@ -828,6 +829,31 @@ def test_passing_a_model_again_changes_its_split():
     assert calls_for[1] - calls_for[0] == 2
 
 
+def test_a_model_can_be_asked_how_it_accumulates(tmp_path):
+    model = dense_model()
+    assert not hasattr(model, "accumulation")
+    ka.accumulate(model, micro_batch_size=4, on_oom="halve")
+    assert model.accumulation == settings_of(model)
+    assert repr(model.accumulation) == (
+        "Settings(accum_steps=None, micro_batch_size=4, two_pass=False, on_oom='halve')"
+    )
+    ka.accumulate(model, accum_steps=2, two_pass=True)
+    assert model.accumulation == settings_of(model)
+    assert model.accumulation.accum_steps == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        model.accumulation.accum_steps = 3
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert not hasattr(loaded, "accumulation")
+
+    own = ka.GradientAccumulationModel(model.inputs, model.outputs, accum_steps=3)
+    assert own.accumulation == settings_of(own)
+    ka.accumulate(own, micro_batch_size=5)
+    assert own.accumulation.micro_batch_size == 5
+    with pytest.raises(AttributeError):
+        own.accumulation = None
+
+
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_deleting_the_train_step_undoes_it(how):
     traced = []
@@ -843,7 +869,7 @@ def test_deleting_the_train_step_undoes_it(how):
     x, y = data(SAMPLES)
     model.train_on_batch(x, y)
     traced.clear()
-    del model.train_step, model.make_train_function
+    del model.train_step, model.make_train_function, model.accumulation
     assert "train_step" not in vars(model)
     compile_in(model, how, sgd())
     model.train_on_batch(x, y)
