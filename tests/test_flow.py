@@ -3,7 +3,9 @@
 import ast
 import pathlib
 
+import keras
 import pytest
+import tensorflow as tf
 
 import keras_accum
 
@@ -108,3 +110,116 @@ def test_one_folder_imports_private_modules():
             )
         ]
         assert not private or "_backend.private" in module(path), f"{path}: {private}"
+
+
+# --------------------------------------------------- attributes that others keep private
+
+# What is still to be moved into `_backend/private/`: this set may only shrink.
+TO_MOVE = {
+    "_backend.replica": {"_get_on_device_or_primary"},
+    "_optimizer.wrapper": {
+        "_get_variable_index",
+        "_lookup_dependency",
+        "_track_variable",
+        "_trackable_children",
+        "_trainable_variables",
+        "_trainable_variables_indices",
+        "_var_key",
+    },
+    "_planning.transaction": {"_compile_loss", "_compile_metrics"},
+    "_recompute.api": {"_run_through_graph"},
+    "_recompute.checks": {"_losses"},
+    "_recompute.segments": {"_outputs_struct", "_run_through_graph"},
+    "_step.model": {"_inputs_struct", "_outputs_struct"},
+}
+# `sys` and named tuples document these.
+PUBLIC = {"_getframe", "_current_frames", "_replace", "_asdict", "_fields"}
+MARK = "_keras_accum"  # On objects of others.
+CLASSES = [
+    keras.Layer,
+    keras.Loss,
+    keras.Metric,
+    keras.Model,
+    keras.Variable,
+    keras.optimizers.LossScaleOptimizer,
+    keras.optimizers.SGD,
+    tf.GradientTape,
+    tf.Graph,
+    tf.Tensor,
+    tf.Variable,
+    tf.distribute.Strategy,
+]
+
+
+def is_private(name):
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
+
+
+def names_defined_in(code):
+    """What a module itself calls so: functions, classes, variables, attributes."""
+    for node in ast.walk(code):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                yield node.attr
+        elif isinstance(node, ast.Dict):  # The body of a class, for `type`.
+            keys = [k.value for k in node.keys if isinstance(k, ast.Constant)]
+            yield from keys if "__module__" in keys else []
+
+
+def foreign_names(source, own):
+    """The private names that a module reads, of which the package defines none."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        name = node.attr if isinstance(node, ast.Attribute) else None
+        if isinstance(node, ast.Constant):  # As `getattr` takes it.
+            name = node.value
+        if not is_private(name) or not name.isidentifier():
+            continue
+        if name not in own | PUBLIC and not name.startswith(MARK):
+            found.add(name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def own():
+    names = {n for p in MODULES for n in names_defined_in(ast.parse(p.read_text()))}
+    # An override is a use: the name is still Keras's or TensorFlow's.
+    return names - {name for cls in CLASSES for name in dir(cls)}
+
+
+def test_one_folder_touches_private_attributes(own):
+    found = {}
+    for path in MODULES:
+        names = foreign_names(path.read_text(), own)
+        if names and "_backend.private" not in module(path):
+            found[module(path)] = names
+    more = {m: names - TO_MOVE.get(m, set()) for m, names in found.items()}
+    more = {m: sorted(names) for m, names in more.items() if names}
+    assert not more, f"private names of Keras or TensorFlow belong in _backend: {more}"
+    gone = {m: names - found.get(m, set()) for m, names in TO_MOVE.items()}
+    gone = {m: sorted(names) for m, names in gone.items() if names}
+    assert not gone, f"moved: take these out of TO_MOVE: {gone}"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("model._loss_tracker.update_state(1)", "_loss_tracker"),
+        ("x = [variable._value]", "_value"),
+        ("getattr(optimizer, '_var_key')", "_var_key"),
+        ("self._trainable_variables", "_trainable_variables"),
+    ],
+)
+def test_a_private_attribute_is_found(own, source, name):
+    assert foreign_names(source, own) == {name}
+
+
+def test_a_private_attribute_of_the_packages_own_is_allowed(own):
+    assert foreign_names("optimizer._of_mine", own) == {"_of_mine"}
+    code = ast.parse("class A:\n def f(self):\n  self._of_mine = 1")
+    assert foreign_names("optimizer._of_mine", own | {*names_defined_in(code)}) == set()
+    assert foreign_names("loss._keras_accum_mark = 1", own) == set()
