@@ -99,14 +99,13 @@ def _hint(identifier: Any) -> str:
 
 def _classes() -> dict[str, type[keras.optimizers.Optimizer]]:
     """The optimizers of Keras that stand for themselves, by their names in lower case."""
-    base = keras.optimizers.Optimizer
-    around_others = (base, LossScaleOptimizer, keras.optimizers.MultiOptimizer)
+    around_others = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
     return {
         name.lower(): value
         for name, value in vars(keras.optimizers).items()
         if isinstance(value, type)
-        and issubclass(value, base)
-        and value not in around_others
+        and issubclass(value, keras.optimizers.Optimizer)
+        and name not in around_others
     }
 
 

@@ -3,7 +3,15 @@
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, assert_differ, assert_refused, data, dense_model, fit
+from helpers import (
+    assert_close,
+    assert_differ,
+    assert_refused,
+    data,
+    dense_model,
+    fit,
+    since_keras,
+)
 
 import keras_accum as ka
 
@@ -45,7 +53,17 @@ def test_an_optimizer_that_keras_has_accumulate_is_refused(how, run_eagerly):
     assert_differ(model.get_weights(), before)
 
 
-@pytest.mark.parametrize("inside", ["scaler", "parts", "chosen"])
+multi_optimizer = since_keras("3.15", "MultiOptimizer")
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "scaler",
+        pytest.param("parts", marks=multi_optimizer),
+        pytest.param("chosen", marks=multi_optimizer),
+    ],
+)
 def test_one_inside_of_another_is_refused_too(inside):
     accumulating = keras.optimizers.Adam(gradient_accumulation_steps=2)
     optimizers = keras.optimizers
