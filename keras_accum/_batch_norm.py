@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from ._backend import replica
+from ._backend.private import canaries
 from ._backend.private.layers import flatten_layers, renormalizes
 from ._recompute.passes import is_repeated
 
@@ -83,6 +84,7 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):
 
     def build(self, input_shape: Any) -> None:
         """Create the weights of BatchNormalization, and those of the window."""
+        canaries.check()
         super().build(input_shape)
         shape = (input_shape[self.axis],)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
+from .._backend.private import canaries
 from .checks import check_option, refuse_unknown_arguments
 from .gradients import Gradient, add, divide_no_nan, sum_dtype, weigh
 from .loop import Split, check_batch, for_each_micro_batch, rows_of
@@ -114,6 +115,7 @@ def accumulate_gradients(
         Goyal et al., 2017, "Accurate, Large Minibatch SGD", section 3, on what has to be
         normalised by what.
     """
+    canaries.check()
     split = Split(accum_steps, micro_batch_size)
     check_option("reduction", reduction, ("mean", "sum"))
     batch, checks = check_batch(batch)

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
+from .._backend.private.versions import legacy_hint
 from .._core.checks import OTHER_NAMES, check_option, closest
 
 _ON_THE_INNER = (
@@ -88,11 +89,11 @@ def _by_config(config: dict[str, Any]) -> Any:
 
 
 def _hint(identifier: Any) -> str:
-    if isinstance(identifier, type):
+    if isinstance(identifier, type) and not legacy_hint(identifier):
         return f". That is a class: pass an instance of it, `{identifier.__name__}(...)`."
     name = identifier.get("class_name") if isinstance(identifier, dict) else identifier
     if not isinstance(name, str):
-        return ""
+        return legacy_hint(identifier)
     meant = closest(name, _classes())
     return "" if meant is None else f". Did you mean {meant!r}?"
 

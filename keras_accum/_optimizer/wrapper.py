@@ -18,6 +18,7 @@ from keras.optimizers import LossScaleOptimizer
 
 from .._backend import replica
 from .._backend.control import run_either, run_if
+from .._backend.private import canaries
 from .._backend.private.compiled import compiled_by_xla
 from .._backend.private.layers import flatten_layers
 from .._backend.private.losses import call_losses, observe_training_losses
@@ -174,6 +175,7 @@ class AccumOptimizer(LossScaleOptimizer):
             self.step_counter.assign(scaler.step_counter)
             self.dynamic_scale.assign(scaler.dynamic_scale)
         self._sealed = True
+        canaries.check()
         observe_training_losses(_announce_weight)
         patch_distribution_bugs()
 

@@ -10,7 +10,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from .._backend.private import canaries
 from .._backend.private.layers import children, flatten_layers
+from .._backend.private.versions import legacy_hint
 from .._core.loop import check_batch, leaves, rows_of, take
 from .budget import parse_budget
 from .measure import StepProfiler
@@ -84,6 +86,7 @@ def plan(
         running out of memory, and by extrapolating.
     """
     _check_model(model)
+    canaries.check()
     replicas = model.distribute_strategy.num_replicas_in_sync
     batch, batch_size = _batch(batch, batch_size, replicas)
     budget = parse_budget(memory_budget, held=_bytes_held(model))
@@ -123,6 +126,10 @@ def plan(
 
 
 def _check_model(model: keras.Model) -> None:
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"`model` must be a `keras.Model`. Received: {model!r}{legacy_hint(model)}"
+        )
     if not getattr(model, "compiled", False):
         raise ValueError(
             f"'{model.name}' is not compiled: the training step that `plan` measures has "

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from .._backend.attribute_patch import AttributePatch
+from .._backend.private import canaries
 from .._backend.private.graphs import graph_of, nodes_of
 from .._backend.private.layers import (
     call_method,
@@ -19,6 +20,7 @@ from .._backend.private.layers import (
     is_in_remat_scope,
     take_arguments,
 )
+from .._backend.private.versions import legacy_hint
 from .block import Block
 from .passes import Keep
 from .segments import GraphInSegments
@@ -138,11 +140,17 @@ def recompute(
     References:
         Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
     """
+    if not isinstance(model, keras.layers.Layer):
+        raise TypeError(
+            "`model` must be a `keras.Model`, or a layer. Received: "
+            f"{model!r}{legacy_hint(model)}"
+        )
     if (select is None) == (segments is None):
         raise ValueError(
             "Give one of `select`, the layers to recompute, and `segments`, how to cut a "
             f"chain of layers. Received: select={select!r}, segments={segments!r}"
         )
+    canaries.check()
     if segments is not None:
         return _recompute_segments(model, segments, keep, verify)
     return _recompute_layers(model, select_layers(model, select), keep, verify)
@@ -268,6 +276,8 @@ class Recompute(keras.layers.Wrapper):
     def __init__(self, layer: keras.layers.Layer, **kwargs: Any) -> None:
         if isinstance(layer, keras.layers.Layer):
             kwargs = {"name": layer.name, "dtype": layer.dtype_policy, **kwargs}
+        elif hint := legacy_hint(layer):
+            raise ValueError(f"`layer` must be a Keras layer. Received: {layer!r}{hint}")
         super().__init__(layer, **kwargs)
         take_arguments(self, layer)
         self.supports_masking = layer.supports_masking
@@ -275,6 +285,7 @@ class Recompute(keras.layers.Wrapper):
 
     def build(self, *args: Any, **kwargs: Any) -> None:
         """Build the layer, unless it leaves that to its first call."""
+        canaries.check()
         if not self.layer.built and has_build(self.layer):
             self.layer.build(*args, **kwargs)
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import keras
 
+from .._backend.private import canaries
 from .._backend.private.graphs import Functional, functional_arguments
 from .._backend.private.strategies import patch_distribution_bugs
+from .._backend.private.versions import legacy_hint
 from .._core.checks import check_arguments, other_names, refuse_unknown_arguments
 from .._core.loop import compiles_loop
 from .retry import RetryingStep
@@ -89,6 +91,7 @@ class GradientAccumulationModel(keras.Model):
             functional: Any = _functional(type(self), settings)
             object.__setattr__(self, "__class__", functional)
         super().__init__(*args, **kwargs)
+        canaries.check()
         patch_distribution_bugs()
         self._settings = settings
 
@@ -258,13 +261,16 @@ def accumulate(
             and, with TypeError, for `accum_steps` and `micro_batch_size`.
     """
     if not isinstance(model, keras.Model):
-        raise TypeError(f"`model` must be a `keras.Model`. Received: {model!r}")
+        raise TypeError(
+            f"`model` must be a `keras.Model`. Received: {model!r}{legacy_hint(model)}"
+        )
     was = settings_of(model)
     if two_pass is None:
         two_pass = was is not None and was.two_pass
     if on_oom is None:
         on_oom = "raise" if was is None else was.on_oom
     settings = Settings(accum_steps, micro_batch_size, two_pass, on_oom)
+    canaries.check()
     patch_distribution_bugs()
     _set(model, settings)
     if hasattr(type(model), "_settings_of_clones"):

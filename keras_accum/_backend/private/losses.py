@@ -54,16 +54,17 @@ def observe_training_losses(
 
 
 @contextlib.contextmanager
-def undivided_losses() -> Iterator[None]:
+def undivided_losses() -> Iterator[list[Any]]:
     """Have Keras compute losses in this context, and thread, as it does on one device.
 
-    Under a strategy it divides means, but not sums, by the number of replicas.
+    Under a strategy it divides means, but not sums, by the number of replicas. Gives a
+    list of the losses that would have been divided, which grows.
     """
     _extend_keras()
-    outer = getattr(_listening, "undivided", False)
-    _listening.undivided = True
+    outer = getattr(_listening, "undivided", None)
+    _listening.undivided = []
     try:
-        yield
+        yield _listening.undivided
     finally:
         _listening.undivided = outer
 
@@ -78,7 +79,11 @@ def _extend_keras() -> None:
 def _unless_undivided(scale: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(scale)
     def scale_unless_told(value: Any) -> Any:
-        return value if getattr(_listening, "undivided", False) else scale(value)
+        undivided = getattr(_listening, "undivided", None)
+        if undivided is None:
+            return scale(value)
+        undivided.append(value)
+        return value
 
     return scale_unless_told
 
