@@ -64,14 +64,33 @@ def local_result(value: Any) -> Any:
 
 
 def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The sums of `tensors` over all replicas, in one batched reduction."""
+    """The sums of `tensors` over all replicas, each in the dtype of its own.
+
+    In one batched reduction for each dtype. Scalars of a dtype that nothing else has go
+    along in a wider one, which holds them exactly.
+    """
     if count() == 1 or not tensors:
         return list(tensors)
     context = tf.distribute.get_replica_context()
-    # Inside of a conditional, the value of a variable has no device to reduce on:
-    # its identity has.
-    tensors = [tf.identity(tensor) for tensor in tensors]
-    return list(context.all_reduce(tf.distribute.ReduceOp.SUM, tensors))
+    sent: dict[tf.DType, dict[int, tf.Tensor]] = {}
+    for i, tensor in enumerate(tensors):
+        dtype = _dtype_to_send(tensor, tensors)
+        # Inside of a conditional, the value of a variable has no device to reduce on:
+        # its identity has.
+        sent.setdefault(dtype, {})[i] = tf.identity(tf.cast(tensor, dtype))
+    sums: dict[int, tf.Tensor] = {}
+    for batch in sent.values():
+        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, list(batch.values()))
+        sums.update(zip(batch, reduced))
+    return [tf.cast(sums[i], tensor.dtype) for i, tensor in enumerate(tensors)]
+
+
+def _dtype_to_send(tensor: tf.Tensor, others: Sequence[tf.Tensor]) -> tf.DType:
+    dtypes = {other.dtype for other in others if other.shape.rank != 0}
+    if tensor.shape.rank != 0 or tensor.dtype in dtypes or not tensor.dtype.is_floating:
+        return tensor.dtype
+    wider = [d for d in dtypes if d.is_floating and d.size > tensor.dtype.size]
+    return max(wider, key=lambda dtype: dtype.size, default=tensor.dtype)
 
 
 def all_reduce_max(tensor: tf.Tensor) -> tf.Tensor:

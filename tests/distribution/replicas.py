@@ -747,6 +747,72 @@ def one_reduction_per_window_whatever_its_length(strategy, mode):
     assert reductions(sgd, batch_size=4)[0] == 6
 
 
+def model_of(*dtypes):
+    """Gives a model of a layer of each of `dtypes`, which may be policies."""
+
+    def make():
+        keras.utils.set_random_seed(1)
+        outputs = inputs = keras.Input((5,))
+        for width, dtype in zip((8, 3), dtypes, strict=True):
+            outputs = keras.layers.Dense(width, "tanh", dtype=dtype)(outputs)
+        return keras.Model(inputs, outputs)
+
+    return make
+
+
+# The layers' dtypes, and how near the large batch: half precision rounds micro-batches.
+TYPES = {
+    ("float64", "float64"): 1e-13,
+    ("float64", "float32"): 1e-6,
+    ("mixed_bfloat16", "float64"): 2e-2,
+    ("bfloat16", "float32"): 2e-2,
+}
+
+
+def check_types(strategy, mode, types):
+    """Both routes against the large batch, for models of layers of `types`."""
+    arrays = data(SAMPLES)
+    how = {"loss": keras.losses.MeanSquaredError(dtype="float64"), "mode": mode}
+    for dtypes in types:
+        make, rtol = model_of(*dtypes), TYPES[dtypes]
+        oracle, _ = train(make, arrays, sgd, **how)
+        micro = {**how, "batch_size": BATCH}
+        found, _ = train(make, arrays, accumulating(), strategy, **micro)
+        assert_close(found.get_weights(), oracle.get_weights(), rtol, str(dtypes))
+        found, _ = train(make, arrays, sgd, strategy, split={"accum_steps": 3}, **how)
+        assert_close(found.get_weights(), oracle.get_weights(), max(rtol, 1e-6))
+        assert_differ(oracle.get_weights(), make().get_weights(), 0.05, "training")
+
+
+@scenario
+def each_type_is_reduced_apart(strategy, mode):
+    """And to the precision of its own."""
+    mixed = [("float64", "float32")]
+    check_types(strategy, mode, mixed if mode == "eager" else TYPES)
+
+
+@scenario
+def one_reduction_per_window_and_type(strategy, mode):
+    """The weight of a window goes along: with sums of its type, or of a wider one."""
+    for dtypes, types, scalar in (
+        (("float32", "float32"), 1, 4),
+        (("float64", "float64"), 1, 8),
+        (("float32", "float64"), 2, 4),
+        (("bfloat16", "float32"), 1, 4),
+    ):
+        make, arrays = model_of(*dtypes), data(24)
+        how = {"loss": "mse", "epochs": 1, "batch_size": 4}
+        train(make, arrays, accumulating(steps=3), strategy, mode, **how)
+        REDUCTIONS.start()
+        model, _ = train(make, arrays, accumulating(steps=3), strategy, mode, **how)
+        found = [int(count) for count in REDUCTIONS.counts]
+        parameters = [tf.convert_to_tensor(v) for v in model.trainable_variables]
+        size = sum(max(p.dtype.size, 4) * int(tf.size(p)) for p in parameters)
+        assert found == [2 * types, 2 * 6, 2 * (size + 2 * scalar)], (dtypes, found)
+        if mode == "eager":
+            break
+
+
 # ------------------------------------------------------------- coupled losses, refusals
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import replicas
 import tensorflow as tf
 from helpers import assert_close, assert_differ, assert_equal, data, dense_model
-from replicas import SAMPLES, accumulating, check, feed, sgd, started, train
+from replicas import SAMPLES, TYPES, accumulating, check, feed, sgd, started, train
 
 # Private: the public `CommunicationOptions` count nothing.
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
@@ -52,6 +52,12 @@ def both_routes_equal_one_device(strategy, folder):
 @scenario
 def tokens_are_counted_over_workers(strategy, folder):
     check(token_model, tokens(SAMPLES), strategy, "graph", loss=cross_entropy())
+
+
+@scenario
+def each_type_is_reduced_apart(strategy, folder):
+    """TensorFlow makes no bfloat16 variables on several machines."""
+    replicas.check_types(strategy, "graph", [t for t in TYPES if "bfloat16" not in t])
 
 
 @scenario
