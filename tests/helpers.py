@@ -145,6 +145,11 @@ def assert_refused(function, error, message):
         raise AssertionError(f"nothing was raised, instead of: {message}")
 
 
+def told(caught):
+    """The texts of the warnings for users that `pytest.warns` has caught."""
+    return [str(w.message) for w in caught if w.category is UserWarning]
+
+
 def train_twice(make, arrays, mode="eager", split=None, *, optimizer=None, **how):
     """Two steps of `make()` on `arrays`, in micro-batches where there is a `split`.
 

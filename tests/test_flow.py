@@ -118,13 +118,8 @@ def test_one_folder_imports_private_modules():
 TO_MOVE = {
     "_backend.replica": {"_get_on_device_or_primary"},
     "_optimizer.wrapper": {
-        "_get_variable_index",
         "_lookup_dependency",
-        "_track_variable",
         "_trackable_children",
-        "_trainable_variables",
-        "_trainable_variables_indices",
-        "_var_key",
     },
     "_planning.transaction": {"_compile_loss", "_compile_metrics"},
     "_recompute.api": {"_run_through_graph"},

@@ -1,4 +1,4 @@
-"""`accumulate_gradients`: the loss and the gradient of a batch, at the memory of a part.
+"""`accumulate_gradients`: a batch's loss and gradient, with one micro-batch's memory.
 
 The functional core: no Keras model, no optimizer. Micro-batch i with mean loss L_i,
 gradient g_i and weight w_i gives
@@ -13,10 +13,10 @@ import keras
 import tensorflow as tf
 
 from .._backend.private import canaries
+from .._backend.private.losses import parts_of_a_window
 from .checks import check_option, refuse_unknown_arguments
-from .gradients import Gradient, add, divide_no_nan, sum_dtype, weigh
+from .gradients import Gradient, add, divide_no_nan, scalar_dtype, sum_dtype, weigh
 from .loop import Split, check_batch, for_each_micro_batch, rows_of
-from .loss import parts_of_a_window
 
 # From a micro-batch and its number of samples to a mean loss, its weight (None for the
 # number of samples), and further scalars to be averaged likewise.
@@ -29,14 +29,16 @@ class BatchGradients(NamedTuple):
     """What the micro-batches of one batch came to.
 
     Attributes:
-        loss: scalar float32 tensor, the mean loss, or the sum of the losses.
+        loss: scalar tensor, float32 or float64 as the variables are: the mean loss, or
+            the sum of the losses.
         gradients: one for each variable, in float32 at least; None where every
             micro-batch had none.
-        weight: scalar float32 tensor, the sum of the weights.
-        parts: scalar float32 tensors, the means of the further values that the loss
+        weight: scalar tensor, the sum of the weights.
+        parts: scalar tensors, the means of the further values that the loss
             function gave.
-        divisor: scalar float32 tensor, what the sum of the weighted gradients was
+        divisor: scalar tensor, what the sum of the weighted gradients was
             divided by.
+        rest: scalar, what the batch counts by in a further window that weighs nothing.
     """
 
     loss: tf.Tensor
@@ -44,6 +46,7 @@ class BatchGradients(NamedTuple):
     weight: tf.Tensor
     parts: list[tf.Tensor]
     divisor: tf.Tensor
+    rest: tf.Tensor | float = 0.0
 
 
 @tf.autograph.experimental.do_not_convert
@@ -101,9 +104,9 @@ def accumulate_gradients(
             is differentiated. The gradients come scaled, as `optimizer.apply` expects.
 
     Returns:
-        The loss, a float32 scalar, never scaled; and a list with the gradient for each
-        variable, a dense tensor of the variable's shape, in float32 at least, or None
-        if the loss does not depend on it.
+        The loss, a scalar, float32 at least, never scaled; and a list with the gradient
+        for each variable, a dense tensor of the variable's shape, in float32 at least, or
+        None if the loss does not depend on it.
 
     Raises:
         ValueError: for a batch without samples, tensors that differ in their first
@@ -122,7 +125,7 @@ def accumulate_gradients(
     with tf.control_dependencies(checks), parts_of_a_window():
         loss_of = _weighted(loss_fn)
         window = value_and_gradients(
-            loss_of, variables, batch, split, reduction, scale_loss
+            loss_of, variables, batch, split, reduction, scale_loss=scale_loss
         )
     return window.loss, window.gradients
 
@@ -147,66 +150,73 @@ def value_and_gradients(
     batch: Any,
     split: Split,
     reduction: str = "mean",
+    *,
     scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None,
     parts: int = 0,
     divisor_of: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    jit_compile: bool | None = None,
 ) -> BatchGradients:
     """`accumulate_gradients` for a `loss_of` with `parts` scalars to be averaged too.
 
     The gradients are divided by `divisor_of` the sum of the weights; by default by that
-    sum itself, as the losses are.
+    sum itself, as the losses are. `jit_compile` is for each micro-step alone.
     """
     values = [
         getattr(v, "value", v) if isinstance(v, keras.Variable) else v for v in variables
     ]
-    reached = [False] * len(values)
+    dtype = scalar_dtype(variables)
+    has_gradient = [False] * len(values)
 
     def step(micro_batch: Any, rows: tf.Tensor, state: Any) -> Any:
-        sums, values_sum, total, unit = state
+        sums, values_sum, total, reference = state
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(values)
             loss, weight, others = loss_of(micro_batch, rows)
             loss = _scalar(loss)
             # A share of the samples is never 0 nor above 1: it goes to one scalar, not to
             # all gradients. In float16, they have the size of the large batch's then.
-            early = weight is None and loss.dtype.size >= 4
-            weight = tf.cast(rows if weight is None else weight, "float32")
+            scaled_loss_first = weight is None and loss.dtype.size >= 4
+            weight = tf.cast(rows if weight is None else weight, dtype)
             if reduction == "sum":
-                weight = tf.ones(())
+                weight = tf.ones((), dtype)
             # Other weights are taken in units of the first: equal ones add gradients as
             # they are.
-            whole = early and reduction == "mean"
-            first = tf.cast(rows_of(batch), "float32") if whole else weight
-            unit = tf.where(tf.equal(unit, 0.0), first, unit)
-            share = tf.math.divide_no_nan(weight, unit)
+            unit_is_batch_size = scaled_loss_first and reduction == "mean"
+            first = tf.cast(rows_of(batch), dtype) if unit_is_batch_size else weight
+            reference = tf.where(tf.equal(reference, 0.0), first, reference)
+            relative = tf.math.divide_no_nan(weight, reference)
             target = loss if scale_loss is None else scale_loss(loss)
-            if early:
-                target *= tf.cast(share, target.dtype)
+            if scaled_loss_first:
+                target *= tf.cast(relative, target.dtype)
         gradients: list[Gradient] = tape.gradient(target, values)
         for i, gradient in enumerate(gradients):
-            reached[i] = reached[i] or gradient is not None
+            has_gradient[i] = has_gradient[i] or gradient is not None
         sums = [
-            s if g is None else add(s, g if early else weigh(g, share, s.dtype))
+            s
+            if g is None
+            else add(s, g if scaled_loss_first else weigh(g, relative, s.dtype))
             for s, g in zip(sums, gradients)
         ]
         values_sum = [
-            v + tf.math.multiply_no_nan(tf.cast(value, "float32"), share)
+            v + tf.math.multiply_no_nan(tf.cast(value, dtype), relative)
             for v, value in zip(values_sum, [loss, *others])
         ]
-        return sums, values_sum, total + share, unit
+        return sums, values_sum, total + relative, reference
 
+    zero = tf.zeros((), dtype)
     zeros = [tf.zeros(v.shape, sum_dtype(v, None)) for v in values]
-    start = (zeros, [tf.zeros(())] * (1 + parts), tf.zeros(()), tf.zeros(()))
-    sums, means, total, unit = for_each_micro_batch(step, batch, start, split)
-    divisor = tf.ones(()) if reduction == "sum" else total
+    start = (zeros, [zero] * (1 + parts), zero, zero)
+    state = for_each_micro_batch(step, batch, start, split, jit_compile)
+    sums, means, total, reference = state
+    divisor = tf.ones((), dtype) if reduction == "sum" else total
     loss, *others = [tf.math.divide_no_nan(mean, divisor) for mean in means]
-    weight = whole = total * unit
+    weight = whole = total * reference
     if divisor_of is not None:
-        whole = divisor_of(weight)
-        divisor = tf.math.divide_no_nan(whole, unit)
+        whole = tf.cast(divisor_of(weight), dtype)
+        divisor = tf.math.divide_no_nan(whole, reference)
     gradients = [
-        divide_no_nan(s, divisor) if was_reached else None
-        for s, was_reached in zip(sums, reached)
+        divide_no_nan(s, divisor) if known else None
+        for s, known in zip(sums, has_gradient)
     ]
     return BatchGradients(loss, gradients, weight, others, whole)
 

@@ -118,3 +118,9 @@ def sum_dtype(variable: keras.Variable | tf.Variable, dtype: str | None) -> str:
     if dtype is not None and tf.as_dtype(own).is_floating:
         return dtype
     return "float32" if tf.as_dtype(own).size < 4 else own
+
+
+def scalar_dtype(variables: Sequence[keras.Variable | tf.Variable]) -> str:
+    """The dtype of weights and shares: that of float64 variables, else float32."""
+    dtypes = [sum_dtype(variable, None) for variable in variables]
+    return "float64" if "float64" in dtypes else "float32"

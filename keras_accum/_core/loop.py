@@ -14,10 +14,8 @@ small network takes ten times as long (`benchmarks/window_time.py`). With convol
 loop stays in the graph there, and each micro-step is compiled by itself.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import keras
@@ -92,21 +90,9 @@ def compiles_in_parts(model: keras.Model) -> bool:
     return apart and not tf.executing_eagerly()
 
 
-# None, not False: a function inside of one that XLA compiles is compiled with it.
-_jit_compile: ContextVar[bool | None] = ContextVar("jit_compile", default=None)
-
-
-@contextlib.contextmanager
-def compiled_micro_steps(model: keras.Model) -> Iterator[None]:
-    """Have micro-steps compiled by themselves, if the loop over them is not."""
-    token = _jit_compile.set(compiles_in_parts(model) or None)
-    try:
-        yield
-    finally:
-        _jit_compile.reset(token)
-
-
-def for_each_micro_batch(step: Step, batch: Any, start: Any, split: Split) -> Any:
+def for_each_micro_batch(
+    step: Step, batch: Any, start: Any, split: Split, jit_compile: bool | None = None
+) -> Any:
     """Run `step` on each micro-batch of `batch` in turn.
 
     In graph, whatever the number of micro-batches, this is
@@ -123,6 +109,8 @@ def for_each_micro_batch(step: Step, batch: Any, start: Any, split: Split) -> An
         batch: nested tensors whose first dimension is the samples'; None is left alone.
         start: nested tensors.
         split: how to take `batch` apart.
+        jit_compile: True to compile each micro-step by itself; None, not False, to have
+            it compiled with what is around it.
 
     Returns:
         The last state.
@@ -134,7 +122,7 @@ def for_each_micro_batch(step: Step, batch: Any, start: Any, split: Split) -> An
     # A group that is known to be empty is left out, and then sizes may stay static.
     groups = [(count, size) for count, size in groups if not _is_zero(count)]
     static = len(groups) == 1 and isinstance(groups[0][1], int)
-    traced = tf.function(step, autograph=False, jit_compile=_jit_compile.get())
+    traced = tf.function(step, autograph=False, jit_compile=jit_compile)
     state, first = start, 0
     for count, size in groups:
         if not static:

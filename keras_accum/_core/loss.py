@@ -1,16 +1,24 @@
-"""What a micro-batch weighs: the denominator of its mean loss.
+"""The kinds of terms that a training loss has, and what a micro-batch weighs.
 
-Keras reduces the losses of a batch to one number and keeps no record of what it divided
-by. A window needs it: the mean over a window is the mean of the micro-batches' means,
-each weighted by its own denominator (samples, tokens that the mask lets through, or the
-sum of sample weights, as the loss's `reduction` says).
+Keras adds up four kinds of terms, and keeps no record of which is which:
+
+    mean           Σ losses / denominator: samples, tokens that the mask lets through, or
+                   the sum of sample weights, as the loss's `reduction` says
+    sum            Σ losses (`reduction="sum"`, and `add_loss` of more than one value)
+    regularizer    of the weights alone; the same for every micro-batch
+    unknown        a scalar, reduced by a loss function or layer itself: taken for a mean
+                   over the samples
+
+The large batch has, over its micro-batches i, Σ w_i L_i / Σ w_i of a mean with denominators
+w_i, Σ L_i of a sum, and R of a regularizer. A training step that splits its batch gives
+each term what it needs (`Terms.factor`). An optimizer gets one gradient for all terms of a
+micro-batch, and can weigh it by one number only (`optimizer_weight`).
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -21,164 +29,70 @@ from .._backend.warn import warn
 
 @dataclasses.dataclass(frozen=True)
 class LossTerm:
-    """One loss of a batch, as Keras reduced it.
+    """One Keras loss of a batch.
 
     Attributes:
-        reduction: Keras's name of how the losses of the samples became one.
-        weight: scalar float32 tensor, what their sum was divided by; None if the loss
-            function had reduced them itself, so that it cannot be known.
-        per_sample: the weight is the number of samples times a constant.
+        kind: what Keras made of the losses of the samples.
+        weight: scalar tensor, the denominator of a mean; None for other kinds.
+        per_sample: how many entries of the denominator each sample has, where that is the
+            same for all samples; None if it depends on the data.
     """
 
-    reduction: str | None
-    weight: tf.Tensor | None
-    per_sample: bool
+    kind: Literal["mean", "sum", "apart", "unknown"]
+    weight: tf.Tensor | None = None
+    per_sample: float | None = None
 
     @property
-    def summed(self) -> bool:
-        """Whether the losses of the samples were added up, or left apart."""
-        return self.reduction in ("sum", "none", None)
-
-    @property
-    def weighted(self) -> bool:
-        """Whether its denominator depends on more than the number of samples."""
-        return not (self.per_sample or self.summed or self.weight is None)
+    def varies(self) -> bool:
+        """Whether the denominator of a mean depends on more than the number of samples."""
+        return self.kind == "mean" and self.per_sample is None
 
 
-@contextlib.contextmanager
-def record_terms() -> Iterator[list[LossTerm]]:
-    """Record a `LossTerm` for each Keras loss that is computed inside the context."""
-    terms: list[LossTerm] = []
+def describe(
+    values: Any, sample_weight: Any, mask: Any, reduction: Any, *, rows: int | None = None
+) -> LossTerm:
+    """The term that Keras's reduction of `values` makes, by the rule that it follows.
 
-    def note(
-        values: Any, sample_weight: Any, mask: Any, reduction: Any, loss: Any
-    ) -> Any:
-        terms.append(describe(values, sample_weight, mask, reduction))
-        return loss
-
-    with listen_to_reductions(note):
-        yield terms
-
-
-_parts: ContextVar[bool] = ContextVar("parts", default=False)
-
-
-@contextlib.contextmanager
-def parts_of_a_window() -> Iterator[None]:
-    """What is computed inside are losses of parts; no gradient of one reaches `apply`."""
-    token = _parts.set(True)
-    try:
-        yield
-    finally:
-        _parts.reset(token)
-
-
-def is_a_part() -> bool:
-    """Whether a loss that is computed now is inside of `parts_of_a_window`."""
-    return _parts.get()
-
-
-def describe(values: Any, sample_weight: Any, mask: Any, reduction: Any) -> LossTerm:
-    """The term that Keras's reduction of `values` makes, by the rule that it follows."""
+    Args:
+        values: the losses of the samples, as Keras's `reduce_weighted_values` gets them.
+        sample_weight: likewise.
+        mask: likewise.
+        reduction: likewise.
+        rows: the number of samples, where it is known when tracing.
+    """
     values = tf.convert_to_tensor(values)
     if values.shape.rank == 0:
-        return LossTerm(reduction, None, per_sample=False)
+        return LossTerm("unknown")
+    if reduction in (None, "none"):
+        return LossTerm("apart")
+    if reduction == "sum":
+        return LossTerm("sum")
+    dtype = values.dtype if values.dtype.size >= 4 else tf.float32
     if reduction == "mean_with_sample_weight" and (
         sample_weight is not None or mask is not None
     ):
-        return LossTerm(reduction, _total(sample_weight, mask), per_sample=False)
-    weight = tf.cast(tf.size(values), "float32")
+        return LossTerm("mean", _total(sample_weight, mask, dtype))
+    # Counted in int64: float32 loses count beyond 2^24.
+    weight = tf.cast(tf.size(values, out_type=tf.int64), dtype)
     if mask is not None:
         # Keras divides by the entries that the mask lets through.
-        entries = tf.cast(tf.size(mask), "float32")
-        valid = tf.reduce_sum(tf.cast(mask, "float32"))
-        weight *= tf.math.divide_no_nan(valid, entries)
-    constant = mask is None and values.shape[1:].is_fully_defined()
-    return LossTerm(reduction, weight, per_sample=constant)
+        entries = tf.cast(tf.size(mask, out_type=tf.int64), dtype)
+        weight *= tf.math.divide_no_nan(_count(mask, dtype), entries)
+    each = values.shape[1:].num_elements()
+    same = mask is None and each is not None and values.shape[0] == rows
+    return LossTerm("mean", weight, float(each) if same else None)
 
 
-def batch_weight(
-    terms: Sequence[LossTerm], added: Sequence[tf.Tensor], summed: bool
-) -> tf.Tensor | None:
-    """The weight of a micro-batch whose gradient is that of all its terms together.
-
-    Args:
-        terms: the losses of the micro-batch.
-        added: what its layers added to them.
-        summed: whether the window adds gradients up instead of averaging them.
-
-    Returns:
-        A scalar float32 tensor, or None if every micro-batch has to count the same.
-
-    Raises:
-        ValueError: if a loss is a sum, and the window takes the mean.
-    """
-    if summed:
-        return None
-    check_mean(terms)
-    if warn_if_unknown(terms, _ALL_THE_SAME):
-        return None
-    if added and terms[0].weighted:
-        warn(
-            "A layer of this model adds a loss (`add_loss`, an activity regularizer), "
-            "a mean over samples, and the compiled loss has another denominator: a mask, "
-            "sample weights or variable lengths. One gradient for both can be weighted "
-            "by one denominator only: the compiled loss's is used. `accumulate(model, "
-            "...)` is exact for both."
-        )
-    return terms[0].weight
+def _count(mask: Any, dtype: tf.DType) -> tf.Tensor:
+    return tf.cast(tf.math.count_nonzero(mask, dtype=tf.int64), dtype)
 
 
-def check_mean(terms: Sequence[LossTerm]) -> None:
-    """Refuse, or warn of, losses of which a window cannot take one weighted mean."""
-    if any(term.summed for term in terms):
-        raise ValueError(
-            "Received a loss with `reduction='sum'` (or None) in an optimizer with "
-            "`reduction='mean'`, which would divide the sum by the window's length. For "
-            "the sum over the window, as the large batch has it, write "
-            "`AccumOptimizer(..., reduction='sum')`; for the mean, give the loss "
-            "`reduction='sum_over_batch_size'`."
-        )
-    if len(terms) > 1 and any(term.weighted for term in terms):
-        warn(
-            "This model has several losses, and masks, sample weights or variable "
-            "lengths may give each of them another denominator. One gradient for all of "
-            "them can be weighted by one denominator only: the first loss's is used. It "
-            "is exact if the others are proportional to it from micro-batch to "
-            "micro-batch."
-        )
-
-
-_ALL_THE_SAME = (
-    "Every micro-batch of a window will count the same, which is the large batch only if "
-    "all have the same number of samples. Return one value per sample and let Keras take "
-    "the mean, or call `optimizer.apply(gradients, variables, weight=...)`."
-)
-
-
-def warn_if_unknown(terms: Sequence[LossTerm], consequence: str) -> bool:
-    """Warn if the denominator of some loss cannot be known; whether that is so."""
-    if not terms:
-        reason = (
-            "no Keras loss was computed (by a `compute_loss` that does without, or in a "
-            "model that trains by `add_loss` alone)"
-        )
-    elif any(term.weight is None for term in terms):
-        reason = "a loss function returns a scalar, whose denominator is lost"
-    else:
-        return False
-    warn(
-        f"The weight of a micro-batch cannot be known, because {reason}. {consequence}",
-    )
-    return True
-
-
-def _total(sample_weight: Any, mask: Any) -> tf.Tensor:
+def _total(sample_weight: Any, mask: Any, dtype: tf.DType) -> tf.Tensor:
     if sample_weight is None:
-        return tf.reduce_sum(tf.cast(mask, "float32"))
-    weights = tf.cast(sample_weight, "float32")
+        return _count(mask, dtype)
+    weights = tf.cast(sample_weight, dtype)
     if mask is not None:
-        weights *= _with_rank_of(weights, tf.cast(mask, "float32"))
+        weights *= _with_rank_of(weights, tf.cast(mask, dtype))
     return tf.reduce_sum(weights)
 
 
@@ -189,3 +103,190 @@ def _with_rank_of(weights: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
     if mask.shape.rank == weights.shape.rank + 1 and mask.shape[-1] == 1:
         return keras.ops.squeeze(mask, -1)
     return mask
+
+
+def loss_of_none(loss: tf.Tensor) -> tf.Tensor:
+    """`loss`, but 0 in place of the empty vector that Keras gives for no values."""
+    return tf.zeros((), loss.dtype) if loss.shape.as_list() == [0] else loss
+
+
+@contextlib.contextmanager
+def record_terms(rows: int | None = None) -> Iterator[list[LossTerm]]:
+    """Record a `LossTerm` for each Keras loss that is computed inside the context."""
+    terms: list[LossTerm] = []
+
+    def note(*reduced: Any) -> tf.Tensor:
+        *described, loss = reduced
+        terms.append(describe(*described, rows=rows))
+        return loss_of_none(loss)
+
+    with listen_to_reductions(note):
+        yield terms
+
+
+class Terms(NamedTuple):
+    """All terms of a model's training loss.
+
+    Attributes:
+        compiled: the Keras losses, in the order in which they are computed.
+        added: what layers passed to `add_loss`.
+        understood: indices of those of `compiled` that the loss is a plain sum of; all of
+            them, but for a `compute_loss` of the user's (`own_loss.understand`).
+        complete: whether nothing else is in the loss.
+    """
+
+    compiled: tuple[LossTerm, ...]
+    added: tuple[Any, ...]
+    understood: frozenset[int]
+    complete: bool
+
+    @property
+    def vectors(self) -> list[Any]:
+        """What was added with more than one value, which Keras adds up."""
+        return [value for value in self.added if value.shape.rank != 0]
+
+    @property
+    def scalars(self) -> list[Any]:
+        """What was added as one value, taken for a mean over samples."""
+        return [value for value in self.added if value.shape.rank == 0]
+
+    @property
+    def varying(self) -> list[int]:
+        """Indices of the means whose denominators have to be summed before."""
+        return [i for i in sorted(self.understood) if self.compiled[i].varies]
+
+    def factor(
+        self, index: int, term: LossTerm, inverse: tf.Tensor, totals: dict[int, tf.Tensor]
+    ) -> Any:
+        """What loss `index` of a micro-batch is multiplied by, in a split batch.
+
+        Args:
+            index: of the loss.
+            term: the loss, as this micro-batch has it.
+            inverse: the samples of the batch over those of the micro-batch.
+            totals: the denominators of the batch, of those in `varying`.
+        """
+        if index not in self.understood:
+            return 1.0
+        if self.compiled[index].kind == "sum":
+            return inverse
+        if index not in totals:
+            return 1.0
+        weight = tf.cast(term.weight, inverse.dtype)
+        return inverse * tf.math.divide_no_nan(weight, totals[index])
+
+
+# --- What one gradient, of all terms of a micro-batch, can be weighted by.
+
+
+def optimizer_weight(terms: Terms, rows: Any, owner: Any) -> tf.Tensor:
+    """The weight of a micro-batch in a window that takes the weighted mean.
+
+    Args:
+        terms: of its loss.
+        rows: its number of samples.
+        owner: the model, of which each thing is said once.
+
+    Raises:
+        ValueError: if a compiled loss is a sum.
+    """
+    refuse_sums(terms)
+    if not terms.complete:
+        warn(_OWN_LOSS, about=owner)
+        return rows
+    if terms.vectors:
+        sums_alone = not (terms.compiled or terms.scalars)
+        warn(_VECTORS + (_SUM_REMEDY if sums_alone else _STEP_REMEDY), about=owner)
+    if terms.scalars and any(term.varies for term in terms.compiled[:1]):
+        warn(_ADDED, about=owner)
+    if any(term.kind == "unknown" for term in terms.compiled):
+        warn(f"{_SCALAR} {_SCALAR_REMEDY}", about=owner)
+        return rows
+    warn_of_several(terms, owner)
+    return terms.compiled[0].weight if terms.compiled else rows
+
+
+def check_sums(terms: Terms, owner: Any) -> None:
+    """Refuse, or warn of, what a window that adds up cannot take.
+
+    Raises:
+        ValueError: if a compiled loss is a mean.
+    """
+    if not terms.complete:
+        warn(_OWN_LOSS, about=owner)
+    elif any(term.kind == "mean" for term in terms.compiled):
+        raise ValueError(
+            "Received a loss that is a mean in an optimizer with `reduction='sum'`, which "
+            "would add up the means of the micro-batches. Leave `reduction` out: "
+            "`AccumOptimizer(..., reduction='mean')` takes their weighted mean; or give "
+            "the loss `reduction='sum'`."
+        )
+    elif terms.scalars:
+        warn(_ADDED_TO_SUM, about=owner)
+
+
+def refuse_sums(terms: Terms) -> None:
+    """Refuse a compiled sum where a weighted mean is taken."""
+    if any(terms.compiled[i].kind in ("sum", "apart") for i in terms.understood):
+        raise ValueError(
+            "Received a loss with `reduction='sum'` (or None) in an optimizer with "
+            "`reduction='mean'`, which would divide the sum by the window's length. For "
+            "the sum over the window, as the large batch has it, write "
+            "`AccumOptimizer(..., reduction='sum')`; for the mean, give the loss "
+            "`reduction='sum_over_batch_size'`."
+        )
+
+
+def warn_of_several(terms: Terms, owner: Any) -> None:
+    """Warn of several losses whose denominators may differ."""
+    if len(terms.compiled) > 1 and any(term.varies for term in terms.compiled):
+        warn(_SEVERAL, about=owner)
+
+
+def warn_of_unknown(terms: Terms, owner: Any) -> None:
+    """Warn of what a step that splits its batch cannot know."""
+    if not terms.complete:
+        warn(_OWN_LOSS, about=owner)
+    elif any(term.kind == "unknown" for term in terms.compiled):
+        warn(f"{_SCALAR} {_SCALAR_REMEDY}", about=owner)
+
+
+_SEVERAL = (
+    "This model has several losses, and masks, sample weights or variable lengths may give "
+    "each of them another denominator. One gradient for all of them can be weighted by one "
+    "denominator only: the first loss's is used. It is exact if the others are "
+    "proportional to it from micro-batch to micro-batch. `accumulate(model, ...)` is exact "
+    "for all."
+)
+_OWN_LOSS = (
+    "This model has a `compute_loss` of its own, and what it divides by cannot be known. "
+    "Micro-batches weigh by their samples, a mean over samples. "
+    "For another denominator, define `compute_loss_weight(self, x, y, y_pred, "
+    "sample_weight)` on the model; for any loss of the predictions, "
+    "`accumulate(model, ..., two_pass=True)` is exact."
+)
+_SCALAR = (
+    "A loss function returns a scalar, and what it divides by cannot be known. "
+    "Micro-batches weigh by their samples, a mean over samples."
+)
+_SCALAR_REMEDY = (
+    "Return one value per sample and let Keras take the mean; or use `accumulate(model, "
+    "..., two_pass=True)`, which is exact for any loss of the predictions."
+)
+_VECTORS = (
+    "A layer of this model passes more than one value to `add_loss`, and Keras adds them "
+    "up: a sum over samples, which the optimizer takes for a mean. "
+)
+_STEP_REMEDY = "`accumulate(model, ...)` is exact for both."
+_SUM_REMEDY = "Write `AccumOptimizer(..., reduction='sum')`."
+_ADDED = (
+    "A layer of this model adds a loss (`add_loss`, an activity regularizer), a mean over "
+    "samples, and the compiled loss has another denominator: a mask, sample weights or "
+    "variable lengths. One gradient for both can be weighted by one denominator only: the "
+    f"compiled loss's is used. {_STEP_REMEDY}"
+)
+_ADDED_TO_SUM = (
+    "A layer of this model adds a loss (`add_loss`, an activity regularizer), a mean over "
+    "samples, which an optimizer with `reduction='sum'` adds up over the micro-batches. "
+    f"{_STEP_REMEDY}"
+)

@@ -8,27 +8,47 @@ micro-batch i, w_1 that of the first one that weighs anything, and g_i its gradi
 
 so that micro-batches of equal weight are added as they are, a window of one is its own
 gradient bit for bit, and token counts do not reach into the range of the gradients.
+
+A micro-batch that weighs nothing may still have a regularizer. It counts by `NOTHING`
+times its samples: nothing beside a weight, and everything in a window without one.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
 from .._backend import replica
 from .._backend.private.compiled import compiled_by_xla
-from .._core.gradients import Gradient, divide_no_nan, sum_dtype, weigh
+from .._core.gradients import Gradient, divide_no_nan, sum_dtype, values_of, weigh
+
+# A power of two, so that multiplying and dividing by it is exact.
+NOTHING = 2.0**-64
+
+
+class Weight(NamedTuple):
+    """What a micro-batch weighs.
+
+    Attributes:
+        value: scalar float tensor, the denominator of its mean loss.
+        samples: scalar float tensor, what counts instead in a window that weighs nothing
+            at all: its samples if its loss has more terms (a regularizer), else 0.
+    """
+
+    value: tf.Tensor
+    samples: tf.Tensor
 
 
 class Accumulator:
     """The running sum of the gradients of one window.
 
     Variables: one sum per trained variable, and a few scalars. What each replica adds
-    for itself (`sums`, `total`, `dropped`, `reached`) is its own until the window's end,
-    and saved as the sum over replicas; what they hold together (`micro_step`, `length`,
-    `unit`) is the same on all. Several replicas cannot agree on a first weight without
-    talking to each other: their unit is 1. Nothing else depends on how many they are, so
-    that a window may go on with another number of them.
+    for itself (`sums`, `total`, `dropped`, `gradient_count`) is its own until the window's
+    end, and saved as the sum over replicas; what they hold together (`micro_step`,
+    `length`, `reference_weight`) is the same on all. Several replicas cannot agree on a
+    first weight without talking to each other: their reference is 1. Nothing else depends
+    on how many they are, so that a window may go on with another number of them.
 
     Args:
         variables: the trained variables, in the order of their gradients.
@@ -48,22 +68,25 @@ class Accumulator:
         self.overwrites = [
             getattr(v, "overwrite_with_gradient", False) for v in variables
         ]
+        dtypes = [sum_dtype(v, dtype) for v in variables]
         self.sums = [
-            _own_variable(f"sum_{i}", v.shape, sum_dtype(v, dtype))
-            for i, v in enumerate(variables)
+            own_variable(f"sum_{i}", v.shape, sum_type)
+            for i, (v, sum_type) in enumerate(zip(variables, dtypes))
         ]
-        self.total = _own_variable("total_weight", (), "float32")
-        self.dropped = _own_variable("dropped", (), "float32")
+        # Names are those that files have.
+        scalar = self.scalar_dtype = "float64" if "float64" in dtypes else "float32"
+        self.total = own_variable("total_weight", (), scalar)
+        self.dropped = own_variable("dropped", (), "float32")
         self.micro_step = _shared_variable("micro_step", (), "int64")
         self.length = _shared_variable("window_length", (), "int64")
-        self.unit = _shared_variable("unit_weight", (), "float32")
-        self.reached = _own_variable("reached", (len(variables),), "float32")
+        self.reference_weight = _shared_variable("unit_weight", (), scalar)
+        self.gradient_count = own_variable("reached", (len(variables),), "float32")
 
     @property
     def variables(self) -> list[keras.Variable]:
         """All variables, the scalars first."""
-        scalars = [self.micro_step, self.length, self.total, self.unit, self.dropped]
-        return [*scalars, self.reached, *self.sums]
+        scalars = [self.micro_step, self.length, self.total, self.reference_weight]
+        return [*scalars, self.dropped, self.gradient_count, *self.sums]
 
     # On each replica.
 
@@ -71,67 +94,80 @@ class Accumulator:
         self,
         gradients: Sequence[Gradient],
         indices: Sequence[int],
-        weight: tf.Tensor,
+        weight: Weight,
+        share: tf.Tensor,
         kept: tf.Tensor | None,
     ) -> None:
         """Add the gradients of one micro-batch.
 
+        No scalar moves before every gradient is there. A graph runs what depends on
+        nothing also where the data have ended, or were not to be read.
+
         Args:
             gradients: one for each of `indices`; None leaves a variable's sum alone.
             indices: positions of the trained variables.
-            weight: scalar float32 tensor; 0 adds nothing, even from a NaN.
+            weight: what the micro-batch weighs; 0 adds nothing, even from a NaN.
+            share: scalar float tensor, what the loss was multiplied by before it was
+                differentiated, besides the loss scale.
             kept: scalar bool tensor, False to drop the micro-batch, or None.
         """
-        if not self.weighted:
-            weight = tf.where(tf.equal(weight, 0.0), 0.0, 1.0)
-        counts = tf.ones(())
-        if kept is not None:
-            counts = tf.cast(kept, "float32")
-            weight = tf.where(kept, weight, 0.0)
-            self.dropped.assign_add(1.0 - counts)
-        share = self._relative_weight(weight)
-        self.total.assign_add(share)
+        given = [g for g in gradients if g is not None]
+        relative, reference = self._relative_weight(weight, kept)
         # Keras's mean losses are divided by the number of replicas, which is undone here.
-        factor = share * replica.count() if self.weighted else share
+        factor = relative * replica.count() if self.weighted else relative
+        factor /= tf.cast(share, factor.dtype)
         for gradient, index in zip(gradients, indices):
             if gradient is None:
                 continue
             if self.overwrites[index]:
-                self._update_maximum(gradient, index, share)
+                self._update_maximum(gradient, index, relative)
             else:
                 _add_to(self.sums[index], weigh(gradient, factor, self.sums[index].dtype))
-        given = {i for i, g in zip(indices, gradients) if g is not None}
-        marks = [float(i in given) for i in range(len(self.sums))]
-        # A maximum has no value yet from what weighs nothing; a sum has its zero.
-        weighs = tf.cast(tf.not_equal(share, 0.0), "float32")
-        each = [weighs if overwrites else counts for overwrites in self.overwrites]
-        self.reached.assign_add(marks * tf.stack(each))
+        with tf.control_dependencies(after(given)):
+            self.total.assign_add(relative)
+            if replica.count() == 1:
+                self.reference_weight.assign(reference)
+            counts = tf.ones(()) if kept is None else tf.cast(kept, "float32")
+            if kept is not None:
+                self.dropped.assign_add(1.0 - counts)
+            held = {i for i, g in zip(indices, gradients) if g is not None}
+            marks = [float(i in held) for i in range(len(self.sums))]
+            # A maximum has no value yet from what weighs nothing; a sum has its zero.
+            weighs = tf.cast(tf.not_equal(relative, 0.0), "float32")
+            each = [weighs if overwrites else counts for overwrites in self.overwrites]
+            self.gradient_count.assign_add(marks * tf.stack(each))
 
-    def _relative_weight(self, weight: tf.Tensor) -> tf.Tensor:
-        """`weight` in units of the window's first."""
-        unit = _read(self.unit)
-        first = weight if replica.count() == 1 else tf.ones(())
-        unit = tf.where(tf.equal(unit, 0.0), first, unit)
-        if replica.count() == 1:
-            self.unit.assign(unit)
-        return tf.math.divide_no_nan(weight, unit)
+    def _relative_weight(
+        self, weight: Weight, kept: tf.Tensor | None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The weight in units of the window's first, and that first weight."""
+        value, samples = (tf.cast(part, self.scalar_dtype) for part in weight)
+        if not self.weighted:
+            value = tf.cast(tf.not_equal(value, 0.0), value.dtype)
+        if kept is not None:
+            value, samples = (tf.where(kept, x, 0.0) for x in (value, samples))
+        reference = read(self.reference_weight)
+        first = value if replica.count() == 1 else tf.ones((), value.dtype)
+        reference = tf.where(tf.equal(reference, 0.0), first, reference)
+        relative = tf.math.divide_no_nan(value, reference)
+        return tf.where(value > 0, relative, samples * NOTHING), reference
 
-    def _update_maximum(self, value: tf.Tensor, index: int, share: tf.Tensor) -> None:
+    def _update_maximum(self, value: tf.Tensor, index: int, relative: tf.Tensor) -> None:
         """Keep the largest value of the window, of micro-batches that weigh anything."""
-        held, value = _read(self.sums[index]), tf.cast(value, self.sums[index].dtype)
+        held, value = read(self.sums[index]), tf.cast(value, self.sums[index].dtype)
         larger = tf.where(self._has_value(index), tf.maximum(held, value), value)
-        self.sums[index].assign(tf.where(tf.equal(share, 0.0), held, larger))
+        self.sums[index].assign(tf.where(tf.equal(relative, 0.0), held, larger))
 
     def _has_value(self, index: int) -> tf.Tensor:
-        """Whether a micro-batch that weighs anything has reached a variable."""
-        return _read(self.reached)[index] > 0
+        """Whether a micro-batch that weighs anything had a gradient for a variable."""
+        return read(self.gradient_count)[index] > 0
 
     def reduce(self, indices: Sequence[int]) -> list[tf.Tensor]:
         """The sums of `indices`, `total` and `dropped`, over all replicas."""
         added = [i for i in indices if not self.overwrites[i]]
-        sums = [_read(self.sums[i]) for i in added]
+        sums = [read(self.sums[i]) for i in added]
         *sums, total, dropped = replica.sum_over_replicas(
-            [*sums, _read(self.total), _read(self.dropped)]
+            [*sums, read(self.total), read(self.dropped)]
         )
         held = dict(zip(added, sums))
         return [
@@ -142,7 +178,7 @@ class Accumulator:
 
     def _maximum(self, index: int) -> tf.Tensor:
         """The window's maximum over all replicas; the variable's own without one."""
-        value = _read(self.sums[index])
+        value = read(self.sums[index])
         nothing = tf.constant(float("-inf"), value.dtype)
         value = replica.all_reduce_max(tf.where(self._has_value(index), value, nothing))
         own = tf.cast(tf.convert_to_tensor(self.trained[index]), value.dtype)
@@ -165,7 +201,7 @@ class Accumulator:
                     total = divide_no_nan(total, divisor)
                     if in_place:
                         self.sums[index].assign(total)
-                        total = _read(self.sums[index])
+                        total = read(self.sums[index])
                 previous = [] if tf.executing_eagerly() else [total]
             means.append(total)
         return means
@@ -176,7 +212,7 @@ class Accumulator:
         Args:
             updated: whether the variables have just been updated by the sums.
         """
-        for variable in [self.total, self.dropped, self.reached]:
+        for variable in [self.total, self.dropped, self.gradient_count]:
             variable.assign(tf.zeros(variable.shape, variable.dtype))
         for trained, variable in zip(self.trained, self.sums):
             if updated:
@@ -216,39 +252,19 @@ class Accumulator:
         self.length.assign(held)
         self.micro_step.assign(taken)
         if replica.count() > 1:
-            unit = _read(self.unit)
-            self.unit.assign(tf.where(tf.equal(unit, 0.0), 1.0, unit))
+            held_weight = read(self.reference_weight)
+            one = tf.ones((), held_weight.dtype)
+            first = tf.equal(held_weight, 0.0)
+            self.reference_weight.assign(tf.where(first, one, held_weight))
         return tf.greater_equal(taken, held)
 
     def restart(self) -> None:
         """Begin a new window."""
         self.micro_step.assign(tf.zeros((), "int64"))
-        self.unit.assign(tf.zeros(()))
+        self.reference_weight.assign(tf.zeros((), self.scalar_dtype))
 
 
-class PendingWeight:
-    """What the loss computed last weighs, from where it is computed to where it is used.
-
-    A variable, for these may be two functions, traced at different times. On each replica
-    its own, and never saved.
-    """
-
-    def __init__(self) -> None:
-        self._known_and_weight = _own_variable("announced_weight", (2,), "float32")
-
-    def set(self, weight: tf.Tensor | None) -> None:
-        """Note a scalar weight; None if it cannot be known."""
-        known = [0.0, 0.0] if weight is None else [1.0, weight]
-        self._known_and_weight.assign(tf.stack(known))
-
-    def pop(self) -> tf.Tensor:
-        """The weight that was noted, once; 1 if there is none."""
-        known, weight = tf.unstack(_read(self._known_and_weight))
-        self._known_and_weight.assign(tf.zeros((2,)))
-        return tf.where(known > 0, weight, 1.0)
-
-
-def _own_variable(name: str, shape: Sequence[int], dtype: str) -> keras.Variable:
+def own_variable(name: str, shape: Sequence[int], dtype: str) -> keras.Variable:
     return keras.Variable(
         "zeros",
         shape=tuple(shape),
@@ -273,7 +289,7 @@ def _shared_variable(name: str, shape: Sequence[int], dtype: str) -> keras.Varia
     )
 
 
-def _read(variable: keras.Variable) -> tf.Tensor:
+def read(variable: keras.Variable) -> tf.Tensor:
     return tf.convert_to_tensor(variable.value)
 
 
@@ -283,3 +299,8 @@ def _add_to(variable: keras.Variable, amount: tf.Tensor | tf.IndexedSlices) -> N
         replica.local_component(variable.value).scatter_add(amount)
     else:
         variable.value.assign_add(amount)
+
+
+def after(gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor]:
+    """What has to be there before anything moves: in a graph, all the gradients."""
+    return [] if tf.executing_eagerly() else [values_of(g) for g in gradients]

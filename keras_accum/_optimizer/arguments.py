@@ -177,6 +177,18 @@ def check_clipping(
                 )
 
 
+def check_nonfinite(on_nonfinite: str, scaled: bool) -> None:
+    """Refuse a policy that loss scaling would ignore: an overflow skips the window."""
+    if scaled and on_nonfinite not in ("propagate", "skip_window"):
+        raise ValueError(
+            f"Received on_nonfinite={on_nonfinite!r} where the loss is scaled dynamically "
+            "(a LossScaleOptimizer inside, or a mixed_float16 policy). There an overflow "
+            "is expected: it skips the window and halves the scale. Leave `on_nonfinite` "
+            "out; or train without scaling, with `compile(auto_scale_loss=False)` or in "
+            "mixed_bfloat16."
+        )
+
+
 def check_dtype(dtype: Any) -> str | None:
     if dtype is None:
         return None
@@ -186,8 +198,10 @@ def check_dtype(dtype: Any) -> str | None:
 
 
 def check_weight(weight: Any) -> tuple[tf.Tensor, list[tf.Operation]]:
-    """`weight` as a float32 scalar, and what has to hold when it runs."""
-    weight = tf.cast(tf.convert_to_tensor(weight), "float32")
+    """`weight` as a float scalar, and what has to hold when it runs."""
+    weight = tf.convert_to_tensor(weight)
+    if weight.dtype not in (tf.float32, tf.float64):
+        weight = tf.cast(weight, "float32")
     if weight.shape.rank not in (0, None):
         raise ValueError(
             "`weight` must be a scalar, the denominator of the micro-batch's mean loss. "

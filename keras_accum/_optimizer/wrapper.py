@@ -1,14 +1,12 @@
 """`AccumOptimizer`: one update of an inner optimizer per window.
 
-The order at the end of a window is the contract of this file; `_close_window` reads in
-that order: weights and gradients are summed over replicas, the loss scale is undone,
-finiteness is judged on the result, the sum is divided by the weight, its norm noted, it
-is clipped, the inner optimizer updates, and the accumulators are cleared.
+What the class is. The end of a window is in `update.py`, in the order of the contract;
+what is saved in `saving.py`; what a loss announces to it in `announced.py`.
 """
 
-import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
@@ -17,42 +15,57 @@ import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
 from .._backend import replica
-from .._backend.control import run_either, run_if
+from .._backend.control import run_if
 from .._backend.private import canaries
 from .._backend.private.compiled import compiled_by_xla
 from .._backend.private.layers import flatten_layers
-from .._backend.private.losses import call_losses, observe_training_losses
-from .._backend.private.optimizers import restore_deferred
-from .._backend.private.strategies import (
-    overwriting_by_averages,
-    patch_distribution_bugs,
-    replicas_left_to_caller,
+from .._backend.private.losses import hear_losses, observe_training_losses
+from .._backend.private.optimizers import (
+    children_of,
+    compiling,
+    index_of,
+    restore_deferred,
+    track_variable,
+    trained_by,
 )
+from .._backend.private.strategies import patch_distribution_bugs
 from .._backend.warn import warn
-from .._batch_norm import pool_first_or_next
 from .._core.checks import check_option, refuse_unknown_arguments
-from .._core.clipping import clip_adaptively
-from .._core.gradients import Gradient, all_finite, check_gradients, global_norm, name_of
-from .._core.loss import batch_weight, is_a_part, record_terms
-from .accumulator import Accumulator, PendingWeight
+from .._core.gradients import Gradient, all_finite, check_gradients, name_of
+from .accumulator import Accumulator, Weight, after
+from .announced import announce_weight, heard_weight
 from .arguments import (
     REMEDIES,
     check_clipping,
     check_dtype,
     check_inner,
+    check_nonfinite,
     check_weight,
     describe_optimizer,
     resolve_optimizer,
     scaler_settings,
 )
-from .saving import check_saved_window, split_scaler
+from .pending import PendingWeight
+from .saving import check_saved, split_scaler, split_window
+from .update import EndOfWindow
 from .window import AccumSteps, check_accum_steps, checked_steps, trace_schedule
 
 REDUCTIONS = ("mean", "sum")
 ON_NONFINITE = ("propagate", "skip_micro_batch", "skip_window", "raise")
 
-# The weight of the micro-batch whose loss was computed last in this thread, between
-# `compute_loss` and `apply`, and the optimizer that it is meant for.
+# Settings of an optimizer that mean the inner one's.
+INNER_SETTINGS = (
+    "clipnorm",
+    "clipvalue",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+    "global_clipnorm",
+    "use_ema",
+    "weight_decay",
+)
+
+# Those that hear of losses; Keras has its own functions again when they are gone.
+_listening: "weakref.WeakSet[AccumOptimizer]" = weakref.WeakSet()
 
 
 @keras.saving.register_keras_serializable(package="keras_accum")
@@ -76,12 +89,14 @@ class AccumOptimizer(LossScaleOptimizer):
     decay, moving averages, constraints and learning rate schedule see one gradient per
     update, and `iterations` counts updates.
 
-    Under `mixed_float16`, of the global policy or of any layer of the model, or with a
-    `LossScaleOptimizer` inside, the loss is scaled. The scale is constant within a
-    window; an overflow anywhere in it skips the whole window and halves the scale once;
-    its growth counts updates.
+    Under `mixed_float16`, of the global policy, of the model or of a trained layer, or
+    with a `LossScaleOptimizer` inside, the loss is scaled, unless the model is compiled
+    with `auto_scale_loss=False`. Each micro-batch's loss is differentiated by its share of
+    the window, so that float16 overflows where the large batch does. The scale is constant
+    within a window; an overflow anywhere in it skips the whole window and halves the scale
+    once; its growth counts updates.
 
-    Under a `tf.distribute` strategy each replica adds up for itself. At the end of a
+    Under a `tf.distribute` strategy each replica accumulates locally. At the end of a
     window gradients and weights are reduced once, and the result is clipped and applied.
     A custom loop passes gradients as Keras's losses make them: of a mean over the samples
     of the replica, divided by the number of replicas.
@@ -91,8 +106,8 @@ class AccumOptimizer(LossScaleOptimizer):
     its own statistics, as Adam does, can turn rounding into 2e-5. It does not hold for
     layers or losses that couple the samples of a batch, as BatchNormalization does.
     Several losses with different masks are exact only if their denominators are
-    proportional; a warning says so. A window whose weight is zero in all updates with a
-    gradient of zero.
+    proportional; a warning says so. If a window's total weight is zero, the update is that
+    of the regularizers and of weight decay, as in the large batch.
 
     Memory: one float32 copy of the trained variables, whatever their dtype.
 
@@ -111,15 +126,17 @@ class AccumOptimizer(LossScaleOptimizer):
         adaptive_clip_factor: float above 0. Clips each unit's gradient to this multiple
             of the norm of its weights (adaptive gradient clipping, Brock et al. 2021),
             once per window. Instead of the inner optimizer's own clipping.
-        on_nonfinite: What to do about an infinity or a NaN in a gradient, where the
-            loss is not scaled dynamically: `"propagate"` it, as Keras does;
-            `"skip_micro_batch"`; `"skip_window"`; or `"raise"`, at once and with
-            nothing changed (not possible in functions that XLA compiles).
+        on_nonfinite: What to do about an infinity or a NaN in a gradient: `"propagate"`
+            it, as Keras does; `"skip_micro_batch"`; `"skip_window"`; or `"raise"`, at once
+            and with nothing changed (not possible in functions that XLA compiles). Where
+            the loss is scaled dynamically, an overflow is expected and skips the window:
+            only `"propagate"`, the default, and `"skip_window"` are accepted.
         name: String. The name of the optimizer.
 
     Raises:
         ValueError: for an optimizer that accumulates already or wraps one that does,
-            `accum_steps` below 1, two ways of clipping at once, or an unknown option.
+            `accum_steps` below 1, two ways of clipping at once, an unknown option, or an
+            `on_nonfinite` that loss scaling would ignore.
         TypeError: for `accum_steps` that is no integer, or an `inner_optimizer` that is
             no optimizer.
 
@@ -145,6 +162,7 @@ class AccumOptimizer(LossScaleOptimizer):
         ] = "propagate",
         name: str | None = None,
     ) -> None:
+        canaries.check()
         inner = resolve_optimizer(inner_optimizer)
         accum_steps = check_accum_steps(accum_steps)
         check_option("reduction", reduction, REDUCTIONS)
@@ -156,6 +174,7 @@ class AccumOptimizer(LossScaleOptimizer):
         check_inner(inner)
         check_clipping(inner, adaptive_clip_factor)
         static_scale = None if scaler is not None else inner.loss_scale_factor
+        check_nonfinite(on_nonfinite, scaled=scaler is not None)
 
         settings = {} if scaler is None else scaler_settings(scaler)
         super().__init__(inner, name=name, **settings)
@@ -174,10 +193,33 @@ class AccumOptimizer(LossScaleOptimizer):
         if scaler is not None and scaler.built:
             self.step_counter.assign(scaler.step_counter)
             self.dynamic_scale.assign(scaler.dynamic_scale)
+        self._scales_by_itself = True
+        self._model: Any = lambda: None  # The one that is compiled with this optimizer.
+        self._announces = False
         self._sealed = True
-        canaries.check()
-        observe_training_losses(_announce_weight)
-        patch_distribution_bugs()
+
+    # -------------------------------------------------------------- meeting a model
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class. Keras asks for it when the optimizer is set on a model.
+
+        It gives an optimizer no notice of that; but it asks of whatever is set on a model
+        whether it is a variable or a layer, and `isinstance` reads this.
+        """
+        if self.__dict__.get("_sealed") and (found := compiling()) is not None:
+            model, self._scales_by_itself = found
+            self._model = weakref.ref(model)
+            self._listen()
+        return type(self)
+
+    def _listen(self) -> None:
+        """Hear of training losses, until this optimizer is gone."""
+        if self not in _listening:
+            _listening.add(self)
+            observe_training_losses(announce_weight)
+            weakref.finalize(self, hear_losses())
+            patch_distribution_bugs()
 
     # ------------------------------------------------------------------ variables
 
@@ -211,20 +253,35 @@ class AccumOptimizer(LossScaleOptimizer):
         """
         if self.built:
             return
+        self._listen()
         # Out of any graph that is being traced: variables outlive it.
         with tf.init_scope(), keras.name_scope(self.name, caller=self):
             if not self.inner_optimizer.built:
-                self.inner_optimizer.build(list(var_list))
+                self._build_inner(list(var_list))
             check_inner(self.inner_optimizer)  # A MultiOptimizer knows its parts now.
             accumulator = Accumulator(
                 var_list, self.accumulator_dtype, weighted=self.reduction == "mean"
             )
         keras.optimizers.Optimizer.build(self, list(var_list))
         for variable in accumulator.variables:
-            self._track_variable(variable)
+            track_variable(self, variable)
         self._accumulator = accumulator
         self._strategy = replica.current()
         restore_deferred(self)
+
+    def _build_inner(self, variables: list[keras.Variable]) -> None:
+        try:
+            self.inner_optimizer.build(variables)
+        except Exception as error:
+            if not _await_values(variables):
+                raise
+            name = type(self.inner_optimizer).__name__
+            raise ValueError(
+                f"{name} starts from the values of the weights, and this model creates "
+                "its weights in the first training step, which has none for it yet. Build "
+                "the model before: call it on a sample, `model(x[:1])`, or give it an "
+                "`Input`."
+            ) from error
 
     @property
     def micro_step(self) -> keras.Variable | int:
@@ -307,12 +364,12 @@ class AccumOptimizer(LossScaleOptimizer):
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-        """Multiply a loss by the loss scale, if there is one.
+        """Multiply a loss by the loss scale, if there is one, and by its share then.
 
         The scale is dynamic if a `LossScaleOptimizer` was passed in; if the global dtype
-        policy, or a layer of the model in `fit`, is `mixed_float16`; or if the graph that
-        is being traced computes anything in float16. An eager loop of your own, for a
-        model with a `mixed_float16` policy of its own, passes a `LossScaleOptimizer` in.
+        policy is `mixed_float16`; or, in `fit`, that of the model or of a layer with
+        trained weights. A loop of your own, for a model with a policy of its own, passes a
+        `LossScaleOptimizer` in.
 
         Args:
             loss: scalar float tensor.
@@ -328,13 +385,22 @@ class AccumOptimizer(LossScaleOptimizer):
                 "Received a loss that `scale_loss` has scaled already. Scale it once: "
                 "`model.fit` calls `scale_loss` itself."
             )
-        policy = keras.config.dtype_policy()
-        if policy.compute_dtype == "float16" or _graph_computes_in_float16():
-            self.scales_dynamically = True
+        if keras.config.dtype_policy().compute_dtype == "float16":
+            self._scale_dynamically()
+        if (model := self._model()) is not None:
+            self.enable_scaling_if_float16(model)
         if (scale := self._scale()) is None:
             return loss
         loss = tf.convert_to_tensor(loss)
-        scaled = tf.multiply(loss, tf.cast(scale, loss.dtype))
+        factor = tf.cast(scale, "float32")
+        if self.scales_dynamically and self.reduction == "mean":
+            # The window's mean has a share of this loss: in float16, its gradients are
+            # to have the size of the large batch's.
+            share = 1.0 / tf.cast(self._current_length(), "float32")
+            factor *= share
+            with tf.control_dependencies([] if tf.executing_eagerly() else [loss]):
+                self._pending_weight.set_share(share)
+        scaled = tf.multiply(loss, tf.cast(factor, loss.dtype))
         scaled._keras_accum_scaled = True
         return scaled
 
@@ -344,15 +410,22 @@ class AccumOptimizer(LossScaleOptimizer):
         with tf.init_scope():  # Known while tracing; a variable, to be saved and loaded.
             return bool(keras.ops.convert_to_numpy(self._scaled))
 
-    @scales_dynamically.setter
-    def scales_dynamically(self, value: bool) -> None:
-        with tf.init_scope():
-            self._scaled.assign(value)
-
     def enable_scaling_if_float16(self, model: keras.Model) -> None:
-        """Scale the loss from now on if a layer of `model` computes in float16."""
-        if any(layer.compute_dtype == "float16" for layer in flatten_layers(model)):
-            self.scales_dynamically = True
+        """Scale the loss from now on if the policy of `model` says float16.
+
+        Its own policy, or that of a layer with trained weights. Float16 elsewhere, as in
+        the data, has no gradient that could vanish.
+        """
+        trained = [layer for layer in flatten_layers(model) if layer.trainable_variables]
+        if any(x.dtype_policy.compute_dtype == "float16" for x in [model, *trained]):
+            self._scale_dynamically()
+
+    def _scale_dynamically(self) -> None:
+        if not self._scales_by_itself or self.scales_dynamically:
+            return
+        check_nonfinite(self.on_nonfinite, scaled=True)
+        with tf.init_scope():
+            self._scaled.assign(True)
 
     def _scale(self) -> keras.Variable | float | None:
         return self.dynamic_scale if self.scales_dynamically else self._static_scale
@@ -386,8 +459,9 @@ class AccumOptimizer(LossScaleOptimizer):
                 that the optimizer was built with.
             weight: scalar, the denominator of the micro-batch's mean loss: its samples,
                 tokens, or sum of sample weights. 0 leaves it out, even if its gradient
-                is NaN. By default what `model.compute_loss` divided by if it was called
-                before, else 1.
+                is NaN. By default that of the Keras loss, or of the `compute_loss`, that
+                was computed since the last `apply`, if there was one; else 1, with a
+                warning.
 
         Raises:
             ValueError: if gradients do not fit the variables, all are None, a variable
@@ -397,26 +471,67 @@ class AccumOptimizer(LossScaleOptimizer):
                 `on_nonfinite="raise"`; in a graph, for a negative weight or a NaN. XLA
                 leaves both checks out.
         """
+        heard = heard_weight()
+        if weight is not None:
+            zero = tf.zeros(())
+            self.apply_weighted(grads, trainable_variables, Weight(weight, zero))
+            return
+        known, pending = self._pending_weight.get()
+        self.apply_weighted(
+            grads, trainable_variables, self._unsaid(known, pending, heard)
+        )
+
+    def _unsaid(
+        self, known: tf.Tensor, pending: Weight, heard: tf.Tensor | None
+    ) -> Weight:
+        """The weight of a micro-batch of which nothing was said."""
+        if heard is not None:
+            value = tf.where(known, pending.value, tf.cast(heard, pending.value.dtype))
+            return Weight(value, pending.samples)
+        announces = self._announces
+        if tf.executing_eagerly():
+            announces = bool(known)
+        matters = self.reduction == "mean" and self._accum_steps != 1
+        if matters and not announces:
+            warn(
+                "The weight of a micro-batch is not known: no Keras loss, or more than "
+                "one, was computed since the last `apply`. Each counts as 1, which is the "
+                "large batch if all divide by the same. Else pass what the loss divides "
+                "by: `optimizer.apply(gradients, variables, weight=...)`.",
+                about=self,
+            )
+        return pending
+
+    def apply_weighted(
+        self,
+        grads: Sequence[Gradient],
+        trainable_variables: Sequence[keras.Variable] | None,
+        weight: Weight,
+    ) -> None:
+        """`apply`, for a weight that says what counts in a window that weighs nothing."""
         grads = list(grads)
         if not grads:
             return
         replica.check_compilable()
-        announced = self._pending_weight.pop()
-        weight, checks = check_weight(announced if weight is None else weight)
+        value, checks = check_weight(weight.value)
         variables = self._check(grads, trainable_variables)
         window = self._accumulator
-        indices = [self._get_variable_index(v) for v in variables]
-        given = [i for i, g in zip(indices, grads) if g is not None]
-
-        guards, kept = self._screen([g for g in grads if g is not None], weight)
+        indices = [self._index(v) for v in variables]
+        given = [g for g in grads if g is not None]
+        with_gradient = [i for i, g in zip(indices, grads) if g is not None]
+        self._warn_of_missing(with_gradient)
+        guards, kept = self._screen(given, value)
         with tf.control_dependencies([*guards, *checks]):
-            window.add(grads, indices, weight, kept)
-            replica.in_cross_replica(
-                lambda: run_if(
-                    window.count(self._next_length),
-                    lambda: self._close_window(given),
+            share = self._pending_weight.share()
+            window.add(grads, indices, Weight(value, weight.samples), share, kept)
+            with tf.control_dependencies(after(given)):
+                self._pending_weight.clear()
+                replica.in_cross_replica(
+                    lambda: run_if(
+                        window.count(self._next_length),
+                        lambda: EndOfWindow(self).update(with_gradient),
+                    )
                 )
-            )
 
     def _check(
         self, grads: list[Gradient], variables: Sequence[keras.Variable] | None
@@ -429,13 +544,13 @@ class AccumOptimizer(LossScaleOptimizer):
                     "built yet. Pass the variables too, or call "
                     "`optimizer.build(variables)` before."
                 )
-            variables = self._trainable_variables
+            variables = trained_by(self)
         variables = list(variables)
         check_gradients(grads, variables)
         if not self.built:
             self.build(variables)
         for variable in variables:
-            if self._var_key(variable) not in self._trainable_variables_indices:
+            if index_of(self, variable) is None:
                 raise ValueError(
                     f"Received a gradient for '{name_of(variable)}', which was not among "
                     "the variables that this optimizer was built with (a layer that was "
@@ -444,6 +559,32 @@ class AccumOptimizer(LossScaleOptimizer):
                     "AccumOptimizer.from_config(model.optimizer.get_config()), ...)`."
                 )
         return variables
+
+    def _index(self, variable: keras.Variable) -> int:
+        index = index_of(self, variable)
+        assert index is not None  # `_check` has seen it.
+        return index
+
+    def _warn_of_missing(self, with_gradient: Sequence[int]) -> None:
+        """Warn of variables without a gradient, as Keras does; in a graph, once a trace.
+
+        In eager mode only the end of the window knows.
+        """
+        if not tf.executing_eagerly():
+            every = range(len(self._accumulator.sums))
+            self.warn_of_missing([i for i in every if i not in set(with_gradient)])
+
+    def warn_of_missing(self, indices: Sequence[int]) -> None:
+        """Warn of variables that have no gradient, once for each set of them."""
+        variables = [trained_by(self)[i] for i in indices]
+        missing = tuple(name_of(v) for v in variables if getattr(v, "trainable", True))
+        if not missing:
+            return
+        warn(
+            f"Gradients do not exist for variables {list(missing)} in a window of "
+            "micro-batches: the loss does not depend on them. They are left as they are.",
+            about=self,
+        )
 
     def _screen(
         self, grads: Sequence[tf.Tensor | tf.IndexedSlices], weight: tf.Tensor
@@ -464,101 +605,28 @@ class AccumOptimizer(LossScaleOptimizer):
     def _next_length(self) -> tf.Tensor:
         if self._schedule is None:
             return tf.convert_to_tensor(self._length.value)
-        update = tf.cast(tf.convert_to_tensor(self.iterations), "int32")
+        # Schedules take int32; beyond its range the last index stands for all.
+        update = tf.convert_to_tensor(self.iterations)
+        update = tf.cast(tf.minimum(tf.cast(update, "int64"), tf.int32.max), "int32")
         return checked_steps(self._schedule(update))
 
+    def _current_length(self) -> tf.Tensor:
+        """The length of the window that the next micro-batch belongs to."""
+        if not self.built:
+            return self._next_length()
+        begins = tf.equal(self._accumulator.micro_step.value, 0)
+        return tf.where(begins, self._next_length(), self._accumulator.length.value)
+
+    def once(self, value: tf.Tensor) -> tf.Tensor:
+        """Zero, whose gradient takes that of `value` out of all micro-batches but one.
+
+        Where gradients are added up, a regularizer counts in the first of a window only.
+        """
+        first = tf.equal(self._accumulator.micro_step.value, 0) if self.built else True
+        absent = value - tf.stop_gradient(value)
+        return tf.where(first, tf.zeros_like(absent), -absent)
+
     # -------------------------------------------------------- the end of a window
-
-    def _close_window(self, given: Sequence[int]) -> None:
-        """Update with what the window holds, and begin the next one.
-
-        Runs for all replicas together. `given` are the variables whose gradient the
-        last micro-batch had.
-        """
-        self._for_those_reached(given, self._update_or_skip)
-        replica.in_replica(self._accumulator.clear, True)
-        self._accumulator.restart()
-
-    def _for_those_reached(self, given: Sequence[int], update: Any) -> None:
-        """Call `update` on the indices of the variables that the window has reached.
-
-        A variable without any gradient in the window is left alone, as Keras leaves it:
-        no decay, no momentum. What is known when tracing are the gradients of the last
-        micro-batch; where others have been reached before it, all are updated.
-        """
-        every = range(len(self._accumulator.sums))
-        others = [i for i in every if i not in set(given)]
-        if not others:
-            update(given)
-            return
-        reached = tf.convert_to_tensor(self._accumulator.reached.value) > 0
-        if tf.executing_eagerly():
-            update(np.flatnonzero(reached.numpy()).tolist())
-            return
-        run_either(
-            tf.reduce_any(tf.gather(reached, others)),
-            lambda: update(list(every)),
-            lambda: update(given) if given else None,
-        )
-
-    def _update_or_skip(self, indices: Sequence[int]) -> None:
-        sums = replica.in_replica(self._accumulator.reduce, indices)
-        if not (self.scales_dynamically or self.on_nonfinite.startswith("skip")):
-            self._update_each(indices, sums)
-            return
-        usable = replica.local_result(replica.in_replica(self._usable, sums))
-        run_either(
-            usable,
-            lambda: self._update_each(indices, sums),
-            lambda: self._skipped_windows.assign_add(1),
-        )
-        if self.scales_dynamically:
-            self._adapt_scale(usable)
-        else:
-            dropped = replica.local_result(replica.in_replica(lambda s: s[-1], sums))
-            self._skipped_micro_batches.assign_add(tf.cast(dropped, "int64"))
-
-    def _usable(self, sums: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Whether the reduced window may be applied: finite, and not dropped whole."""
-        *gradients, total, dropped = sums
-        emptied = tf.logical_and(tf.equal(total, 0.0), tf.greater(dropped, 0.0))
-        return tf.logical_and(all_finite(gradients), tf.logical_not(emptied))
-
-    def _update_each(self, indices: Sequence[int], sums: Any) -> None:
-        replica.in_replica(self._update, indices, sums)
-        overwrite_by_averages(self.inner_optimizer)
-
-    def _update(self, indices: Sequence[int], sums: Sequence[tf.Tensor]) -> None:
-        """Make one step of the inner optimizer with the mean gradient of the window."""
-        window = self._accumulator
-        variables = [self._trainable_variables[i] for i in indices]
-        divisor = tf.ones(()) if self.reduction == "sum" else sums[-2]
-        if (scale := self._scale()) is not None:
-            divisor = divisor * tf.cast(scale, "float32")
-        replaced = [window.overwrites[i] for i in indices]
-        norm = global_norm([s for s, as_is in zip(sums, replaced) if not as_is])
-        self._last_gradient_norm.assign(tf.math.divide_no_nan(norm, divisor))
-        means = window.divide(indices, sums, divisor)
-        grads = [tf.cast(mean, v.dtype) for mean, v in zip(means, variables)]
-        if (factor := self.adaptive_clip_factor) is not None:
-            weights = [tf.convert_to_tensor(v) for v in variables]
-            clipped = clip_adaptively(grads, weights, factor)
-            grads = [g if r else c for g, c, r in zip(grads, clipped, replaced)]
-        if hasattr(self.inner_optimizer, "optimizers"):
-            # A MultiOptimizer takes the gradients of all variables, some of them None.
-            held = dict(zip(indices, grads))
-            variables = self._trainable_variables
-            grads = [held.get(i) for i in range(len(variables))]
-        apply_reduced(self.inner_optimizer, grads, variables)
-
-    def _adapt_scale(self, finite: tf.Tensor) -> None:
-        """Halve the scale after an overflow; double it after enough updates without."""
-        updates = tf.convert_to_tensor(self.step_counter.value) + 1
-        grown = tf.greater_equal(updates, self.dynamic_growth_steps)
-        factor = tf.where(finite, tf.where(grown, 2.0, 1.0), 0.5)
-        restart = tf.logical_or(grown, tf.logical_not(finite))
-        self.dynamic_scale.assign(self.dynamic_scale.value * factor)
-        self.step_counter.assign(tf.where(restart, tf.zeros_like(updates), updates))
 
     def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
         """Let the inner optimizer put its averages in place, as `fit` does at its end.
@@ -585,7 +653,7 @@ class AccumOptimizer(LossScaleOptimizer):
         replica.in_cross_replica(
             lambda: run_if(
                 tf.greater(self._accumulator.micro_step.value, 0),
-                lambda: self._close_window([]),
+                lambda: EndOfWindow(self).update([]),
             )
         )
 
@@ -598,6 +666,64 @@ class AccumOptimizer(LossScaleOptimizer):
     def _drop(self) -> None:
         self._accumulator.clear()
         replica.in_cross_replica(self._accumulator.restart)
+
+    # ------------------------------------------------- what the inner optimizer is told
+
+    def exclude_from_weight_decay(
+        self,
+        var_list: Sequence[keras.Variable] | None = None,
+        var_names: Sequence[str] | None = None,
+    ) -> None:
+        """Exclude variables from the inner optimizer's weight decay, before it is built.
+
+        Args:
+            var_list: variables.
+            var_names: strings; variables with one of them in their path.
+        """
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Set the variables of the inner optimizer, or all, in the order of `variables`.
+
+        Args:
+            weights: arrays.
+
+        Raises:
+            ValueError: if they fit neither.
+        """
+        inner = self.inner_optimizer.variables
+        if len(weights) == len(inner):
+            self.inner_optimizer.set_weights(weights)
+            return
+        if len(weights) != len(self.variables):
+            raise ValueError(
+                f"Received {len(weights)} arrays. The inner optimizer has {len(inner)} "
+                f"variables, and {len(self.variables)} with the window's. Build the "
+                "optimizer before, `optimizer.build(model.trainable_variables)`."
+            )
+        super().set_weights(weights)
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the inner optimizer has, such as its `momentum` or `beta_1`."""
+        inner = self.__dict__.get("inner_optimizer")
+        if inner is None or name.startswith("_") or name == "optimizers":
+            raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
+        return getattr(inner, name)
+
+    def __getattribute__(self, name: str) -> Any:
+        """A setting that means the inner optimizer's, or the attribute itself."""
+        if name in INNER_SETTINGS and "_sealed" in object.__getattribute__(
+            self, "__dict__"
+        ):
+            return getattr(object.__getattribute__(self, "inner_optimizer"), name)
+        return super().__getattribute__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, or the inner optimizer's setting of that name."""
+        if name in INNER_SETTINGS and self.__dict__.get("_sealed"):
+            setattr(self.inner_optimizer, name, value)
+        else:
+            super().__setattr__(name, value)
 
     # ---------------------------------------------------------------------- state
 
@@ -618,18 +744,17 @@ class AccumOptimizer(LossScaleOptimizer):
         `LossScaleOptimizer` around it. The window is then empty.
 
         Raises:
-            ValueError: if the saved window belongs to other variables. Nothing has
-                changed then.
+            ValueError: if what was saved belongs to other variables. Nothing has changed
+                then.
         """
         saved = {key: store[key] for key in list(store.keys())}
         state = self._window_state()
-        inner = {key: value for key, value in saved.items() if key.isdecimal()}
-        window = {key: value for key, value in saved.items() if key in state}
-        open_window = saved.keys() - inner.keys() - self._counters().keys()
+        inner, window, open_window = split_window(saved, state, self._counters())
         if not window:
             inner, window = split_scaler(inner, self.inner_optimizer.variables)
-        elif self.built and open_window:
-            check_saved_window(window, state)
+        if self.built:
+            # All of it before any of it: a file that does not fit changes nothing.
+            check_saved(inner, window, self.inner_optimizer.variables, state, open_window)
         elif open_window:
             warn(
                 f"Skipping variable loading for optimizer '{self.name}': the saved one "
@@ -671,7 +796,7 @@ class AccumOptimizer(LossScaleOptimizer):
         """
         if save_type != "checkpoint":
             return super()._trackable_children(save_type, **kwargs)
-        children = self.inner_optimizer._trackable_children(save_type, **kwargs)
+        children = children_of(self.inner_optimizer, save_type, **kwargs)
         return {**children, **self._window_state()}
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
@@ -757,41 +882,16 @@ keras.saving.get_custom_objects()["keras_accum>GradientAccumulationOptimizer"] =
 )
 
 
-def apply_reduced(
-    optimizer: keras.optimizers.Optimizer,
-    gradients: Sequence[tf.Tensor | None],
-    variables: Sequence[keras.Variable],
-) -> None:
-    """`optimizer.apply`, on each replica, for gradients that are reduced already.
+def _await_values(variables: Sequence[keras.Variable]) -> bool:
+    """Whether variables were created in the trace that this is called in.
 
-    `overwrite_by_averages` has to follow, for all replicas together.
+    Some optimizers start from the values of what they train.
     """
-    if not replica.distributed():
-        optimizer.apply(gradients, variables)
-        return
-    with replicas_left_to_caller(optimizer):
-        optimizer.apply(gradients, variables)
-
-
-def overwrite_by_averages(optimizer: keras.optimizers.Optimizer) -> None:
-    """What `ema_overwrite_frequency` asks for, where Keras cannot do it by itself."""
-    if not replica.distributed():
-        return
-    for due, overwrite, variables in overwriting_by_averages(optimizer):
-
-        def overwrite_and_constrain(
-            overwrite: Any = overwrite, variables: Any = variables
-        ) -> None:
-            overwrite()
-            replica.in_replica(_constrain, variables)
-
-        run_if(due, overwrite_and_constrain)
-
-
-def _constrain(variables: Sequence[keras.Variable]) -> None:
-    for variable in variables:
-        if variable.constraint is not None:
-            variable.assign(variable.constraint(variable))
+    if replica.distributed():
+        return False
+    with tf.init_scope():
+        values = [getattr(variable, "value", variable) for variable in variables]
+        return any(isinstance(v, tf.Variable) and not v.is_initialized() for v in values)
 
 
 def _assert_finite(finite: tf.Tensor) -> tf.Operation:
@@ -808,26 +908,3 @@ def _assert_finite(finite: tf.Tensor) -> tf.Operation:
             "on_nonfinite='skip_window' or 'skip_micro_batch' to train on without it."
         ],
     )
-
-
-def _graph_computes_in_float16() -> bool:
-    if tf.executing_eagerly():
-        return False
-    operations = tf.compat.v1.get_default_graph().get_operations()
-    return any(t.dtype == tf.float16 for op in operations for t in op.outputs)
-
-
-@contextlib.contextmanager
-def _announce_weight(model: keras.Model) -> Iterator[None]:
-    """Note what the training loss that is computed inside of this context weighs."""
-    optimizer = getattr(model, "optimizer", None)
-    if not isinstance(optimizer, AccumOptimizer):
-        yield
-        return
-    with record_terms() as terms:
-        yield
-    weight = batch_weight(terms, call_losses(model), optimizer.reduction == "sum")
-    if not is_a_part():
-        optimizer._pending_weight.set(weight)
-    optimizer.enable_scaling_if_float16(model)
-    pool_first_or_next(model, tf.equal(optimizer.micro_step, 0))

@@ -21,7 +21,7 @@ import tensorflow as tf
 from .._backend.private.models import build_for, state_of_layers
 from .._core.loop import compiles_loop, rows_of
 from .settings import Settings
-from .train_step import compute_window, update
+from .train_step import compute_gradients, update
 
 # After so many steps without a failure, the size before is tried once more.
 PATIENCE = 100
@@ -150,7 +150,7 @@ class RetryingStep:
         if settings not in self._functions:
 
             def gradients(data: Any) -> Any:
-                window = compute_window(self._model, data, settings)
+                window = compute_gradients(self._model, data, settings)
                 return window, self._model.get_metrics_result()
 
             jit_compile = compiles_loop(self._model)

@@ -1,10 +1,10 @@
 """One training step of a Keras model over the micro-batches of a batch.
 
-The loss of the batch is Σ_o λ_o (Σ_i w_oi L_oi / W_o) + R, over the losses o of the
-model and the micro-batches i: L_oi is a mean with denominator w_oi, and W_o = Σ_i w_oi.
-Micro-batch i with n_i of the n samples computes
+The loss of the batch is Σ_o λ_o (Σ_i w_oi L_oi / W_o) + Σ_i S_i + R, over the losses o of
+the model and the micro-batches i: L_oi is a mean with denominator w_oi, W_o = Σ_i w_oi, and
+S_i is a sum. Micro-batch i with n_i of the n samples computes
 
-    L_i = Σ_o λ_o f_oi L_oi + R,    f_oi = (n / n_i) (w_oi / W_o)
+    L_i = Σ_o λ_o f_oi L_oi + (n / n_i) S_i + R,    f_oi = (n / n_i) (w_oi / W_o)
 
 so that Σ_i (n_i / n) L_i is the loss of the batch, and regularisation R counts once.
 Where a loss has one denominator per sample, f is 1 and nothing has to be known before.
@@ -28,6 +28,8 @@ from .._backend.private.layers import call
 from .._backend.private.losses import (
     compute_loss,
     listen_to_reductions,
+    multiply_vector_losses,
+    regularization,
     tracked_apart,
     undivided_losses,
 )
@@ -35,32 +37,33 @@ from .._backend.private.models import build_for
 from .._backend.warn import warn
 from .._batch_norm import begin_windows, check_statistics, pool_calls
 from .._core.accumulate import BatchGradients, LossFunction, value_and_gradients
-from .._core.gradients import sum_dtype
+from .._core.gradients import scalar_dtype, sum_dtype
 from .._core.loop import (
     Split,
     check_batch,
-    compiled_micro_steps,
     compiles_in_parts,
     for_each_micro_batch,
     leaves,
     rows_of,
-    take,
 )
-from .._core.loss import LossTerm, check_mean, describe, record_terms, warn_if_unknown
+from .._core.loss import (
+    Terms,
+    check_sums,
+    describe,
+    loss_of_none,
+    optimizer_weight,
+    record_terms,
+    warn_of_unknown,
+)
+from .._core.own_loss import nothing_moves
+from .._optimizer.accumulator import Weight
 from .._optimizer.arguments import check_step_optimizer
-from .._optimizer.wrapper import (
-    GradientAccumulationOptimizer,
-    apply_reduced,
-    overwrite_by_averages,
-)
+from .._optimizer.averages import apply_reduced, overwrite_by_averages
+from .._optimizer.wrapper import AccumOptimizer
 from .settings import Settings
+from .terms import find, loss_weight_function
 from .two_pass import accumulate_coupled
 
-_BY_SAMPLES = (
-    "Micro-batches will weigh by their samples. Return one value per sample and let "
-    "Keras take the mean, or define `compute_loss_weight(self, x, y, y_pred, "
-    "sample_weight)` on the model."
-)
 _BAD_WEIGHT = (
     "A sample weight is NaN or infinite. Sample weights must be finite numbers: replace "
     "it, by 0 to leave the sample out."
@@ -81,11 +84,13 @@ def train_step(model: keras.Model, data: Any, settings: Settings) -> dict[str, A
     apply = functools.partial(update, model)
     if compiles_in_parts(model):
         apply = tf.function(apply, jit_compile=True, autograph=False)
-    apply(compute_window(model, data, settings))
+    apply(compute_gradients(model, data, settings))
     return model.get_metrics_result()
 
 
-def compute_window(model: keras.Model, data: Any, settings: Settings) -> BatchGradients:
+def compute_gradients(
+    model: keras.Model, data: Any, settings: Settings
+) -> BatchGradients:
     """All of a training step but its update: the loss, the gradients, the metrics."""
     replica.check_compilable()
     check_statistics(model)
@@ -97,20 +102,16 @@ def compute_window(model: keras.Model, data: Any, settings: Settings) -> BatchGr
     if _accumulates(optimizer):
         optimizer.enable_scaling_if_float16(model)
         first = tf.equal(optimizer.micro_step, 0)
+    accumulate_parts = accumulate_coupled if settings.two_pass else accumulate_model
+    jit_compile = compiles_in_parts(model) or None
     # In a graph, what does not depend on a check does not wait for it.
-    with (
-        tf.control_dependencies(checks),
-        undivided_losses(),
-        compiled_micro_steps(model),
-    ):
+    with tf.control_dependencies(checks), undivided_losses():
         begin_windows(model, first)
         with tracked_apart(model) as track:
-            accumulate_parts = (
-                accumulate_coupled if settings.two_pass else accumulate_model
-            )
-            window = accumulate_parts(model, batch, settings.split)
-        track(window.loss, window.parts, rows_of(batch))
-    return window
+            found = accumulate_parts(model, batch, settings.split, jit_compile)
+        with tf.control_dependencies([] if tf.executing_eagerly() else [found.loss]):
+            track(found.loss, found.parts, rows_of(batch))
+    return found
 
 
 def _check_weights(sample_weight: Any) -> list[tf.Tensor]:
@@ -121,36 +122,89 @@ def _check_weights(sample_weight: Any) -> list[tf.Tensor]:
     ]
 
 
-def accumulate_model(model: keras.Model, batch: Any, split: Split) -> BatchGradients:
+def accumulate_model(
+    model: keras.Model, batch: Any, split: Split, jit_compile: bool | None
+) -> BatchGradients:
     """The loss and the gradients of `model` for `batch`; its metrics are updated."""
-    terms, optimizer = probe(model, batch), model.optimizer
-    if _accumulates(optimizer) and optimizer.reduction == "mean":
-        check_mean(terms)
-    rows, totals = _denominators(model, batch, split, terms)
-    window = value_and_gradients(
-        _loss_function(model, rows, totals),
+    terms, scalar_metrics = find(model, batch)
+    _check(model, terms)
+    if scalar_metrics and not _is_one(split, batch):
+        _warn_of_scalar_metrics(model, scalar_metrics)
+    rows, totals = _denominators(model, batch, split, terms, jit_compile)
+    hook = loss_weight_function(model)
+    found = value_and_gradients(
+        _loss_function(model, terms, rows, totals),
         model.trainable_weights,
         batch,
         split,
-        scale_loss=optimizer.scale_loss,
-        parts=len(terms),
+        scale_loss=model.optimizer.scale_loss,
+        parts=len(terms.compiled),
         divisor_of=_divisor(model, rows),
+        jit_compile=jit_compile,
     )
-    if _loss_weight_function(model) is not None and _divides_together(model):
-        # Losses are logged by samples, on each replica by its own.
-        own = window.weight * tf.math.divide_no_nan(rows, window.divisor)
-        own = tf.math.divide_no_nan(own, tf.cast(rows_of(batch), "float32"))
-        window = window._replace(
-            loss=window.loss * own, parts=[part * own for part in window.parts]
-        )
-    if len(terms) == len(totals) == 1:
-        # What a further window, in the optimizer, has to weigh this one by.
-        window = window._replace(weight=totals[0])
-    return window
+    if hook is None:
+        weight = _window_weight(terms, rows, totals)
+        return found._replace(weight=weight, rest=_rest(model, terms, rows))
+    if not _divides_together(model):
+        return found
+    # Losses are logged by samples, on each replica by its own.
+    own = found.weight * tf.math.divide_no_nan(rows, found.divisor)
+    own = tf.math.divide_no_nan(own, tf.cast(rows_of(batch), own.dtype))
+    parts = [part * own for part in found.parts]
+    return found._replace(loss=found.loss * own, parts=parts)
+
+
+def _check(model: keras.Model, terms: Terms) -> None:
+    """Refuse, or warn of, what this step, and a further window, cannot have exactly."""
+    if loss_weight_function(model) is not None:
+        return
+    if not _accumulates(model.optimizer):
+        warn_of_unknown(terms, model)
+    elif model.optimizer.reduction == "sum":
+        check_sums(terms, model)
+    else:
+        optimizer_weight(terms, None, model)
+
+
+def _window_weight(
+    terms: Terms, rows: tf.Tensor, totals: dict[int, tf.Tensor]
+) -> tf.Tensor:
+    """What a further window, in the optimizer, has to weigh this batch by."""
+    first = terms.compiled[0] if terms.complete and terms.compiled else None
+    if first is None or first.kind != "mean":
+        return rows
+    return totals[0] if first.per_sample is None else rows * first.per_sample
+
+
+def _rest(model: keras.Model, terms: Terms, rows: tf.Tensor) -> tf.Tensor | float:
+    """What the batch counts by in a window whose losses all weigh nothing."""
+    if terms.added:
+        return rows
+    regularized = any(v.regularizer is not None for v in model.trainable_variables)
+    return 1.0 if regularized else 0.0
+
+
+def _is_one(split: Split, batch: Any) -> bool:
+    """Whether the batch is known to make one micro-batch."""
+    rows = rows_of(batch)
+    size = split.micro_batch_size
+    return split.accum_steps == 1 or (
+        size is not None and isinstance(rows, int) and rows <= size
+    )
+
+
+def _warn_of_scalar_metrics(model: keras.Model, names: tuple[str, ...]) -> None:
+    warn(
+        f"The metric {', '.join(map(repr, names))} returns one number for a batch. It is "
+        "computed for each micro-batch, and the mean of those is shown, not the value of "
+        "the batch. Return one value per sample; or pass `two_pass=True`, with which "
+        "metrics see the whole batch.",
+        about=model,
+    )
 
 
 def _accumulates(optimizer: keras.optimizers.Optimizer) -> bool:
-    return isinstance(optimizer, GradientAccumulationOptimizer)
+    return isinstance(optimizer, AccumOptimizer)
 
 
 def _divides_together(model: keras.Model) -> bool:
@@ -167,36 +221,29 @@ def _divisor(
     if _accumulates(model.optimizer):
         # As Keras's losses make them: the mean, divided by the number of replicas.
         return lambda weight: weight * replica.count()
-    if _loss_weight_function(model) is None:
+    if loss_weight_function(model) is None:
         return lambda _: rows
     return lambda weight: replica.sum_over_replicas([weight])[0]
 
 
-def update(model: keras.Model, window: BatchGradients) -> None:
-    """Apply the gradients of a window; one in an `AccumOptimizer` is weighted by it."""
+def update(model: keras.Model, found: BatchGradients) -> None:
+    """Apply the gradients of a batch; an `AccumOptimizer` weighs them by it."""
     replica.check_compilable()
-    optimizer, variables = model.optimizer, model.trainable_weights
-    if not variables:
-        warn("The model does not have any trainable weights.", about=model)
+    if not model.trainable_weights:
+        warn("The model does not have any trainable weights.")
         return
-    # What does not read the gradients, as the count of updates, waits for the checks too.
-    with tf.control_dependencies([] if tf.executing_eagerly() else [window.loss]):
-        _apply(
-            optimizer,
-            _zeros_where_others_have_gradients(window.gradients, variables),
-            variables,
-            window.weight,
-        )
+    # What does not read the gradients, as the count of updates, waits for them too.
+    there = [g for g in (found.loss, *found.gradients) if g is not None]
+    with tf.control_dependencies([] if tf.executing_eagerly() else there):
+        _apply(model, found)
 
 
-def _apply(
-    optimizer: keras.optimizers.Optimizer,
-    gradients: list[tf.Tensor | None],
-    variables: list[keras.Variable],
-    weight: tf.Tensor,
-) -> None:
+def _apply(model: keras.Model, found: BatchGradients) -> None:
+    optimizer, variables = model.optimizer, model.trainable_weights
+    gradients = _zeros_where_others_have_gradients(found.gradients, variables)
     if _accumulates(optimizer):
-        optimizer.apply(gradients, variables, weight=weight)
+        weight = Weight(found.weight, tf.convert_to_tensor(found.rest))
+        optimizer.apply_weighted(gradients, variables, weight)
         return
     given = [i for i, g in enumerate(gradients) if g is not None]
     reduced = replica.sum_over_replicas([gradients[i] for i in given])
@@ -222,72 +269,36 @@ def _zeros_where_others_have_gradients(
     ]
 
 
-def probe(model: keras.Model, batch: Any) -> list[LossTerm]:
-    """The loss terms of `model`, as far as they are known before anything runs."""
-    found: list[LossTerm] = []
-
-    def terms_of(micro_batch: Any) -> None:
-        found.extend(_terms(model, micro_batch))
-
-    # Of no samples, as a replica may have, Keras computes no loss: traced, of any number.
-    if tf.executing_eagerly() and rows_of(batch) > 0:
-        terms_of(take(batch, 0, 1))
-    else:
-        specs = tf.nest.map_structure(_spec, batch, expand_composites=False)
-        tf.function(terms_of, autograph=False).get_concrete_function(specs)
-    for term in found:
-        if term.reduction in (None, "none"):
-            raise ValueError(
-                "Received a loss with `reduction=None`: it leaves one value per sample, "
-                "which is no loss to minimise. Give it `reduction='sum_over_batch_size'` "
-                "or `reduction='sum'`."
-            )
-    return found
-
-
-def _spec(leaf: Any) -> Any:
-    if leaf is None or not isinstance(leaf, tf.Tensor):
-        return leaf if leaf is None else tf.type_spec_from_value(leaf)
-    return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
-
-
-def _terms(model: keras.Model, micro_batch: Any) -> list[LossTerm]:
-    """The terms of a training loss, without an effect on any state of the model."""
-    x, y, sample_weight = micro_batch
-    # A stateless scope does not look outside for what a regulariser reads.
-    weights = [(v, v) for v in model.trainable_variables if v.regularizer is not None]
-    with keras.StatelessScope(weights, collect_losses=True):
-        y_pred = call(model, x)
-        with record_terms() as terms:
-            compute_loss(model, x, y, y_pred, sample_weight)
-    return terms
-
-
 def _loss_function(
-    model: keras.Model, rows: tf.Tensor, totals: dict[int, tf.Tensor]
+    model: keras.Model, terms: Terms, rows: tf.Tensor, totals: dict[int, tf.Tensor]
 ) -> LossFunction:
     """From a micro-batch and its samples to its loss, its weight, and its loss terms."""
-    hook = _loss_weight_function(model)
+    hook = loss_weight_function(model)
+    adds_up = _accumulates(model.optimizer) and model.optimizer.reduction == "sum"
 
     def loss_of(micro_batch: Any, micro_rows: tf.Tensor) -> Any:
         x, y, sample_weight = micro_batch
-        inverse = rows / tf.cast(micro_rows, "float32")
-        met: list[LossTerm] = []
+        inverse = rows / tf.cast(micro_rows, rows.dtype)
         values: list[tf.Tensor] = []
 
         def adjust(*reduced: Any) -> tf.Tensor:
             *described, loss = reduced
-            term = describe(*described)
+            loss = loss_of_none(loss)
             if hook is None:
-                factor = _factor(term, inverse, totals.get(len(met)))
+                term = describe(*described)
+                factor = terms.factor(len(values), term, inverse, totals)
                 loss *= tf.cast(factor, loss.dtype)
-            met.append(term)
-            values.append(loss)
+            # What is left apart, for a hook of the user's, is nothing to log.
+            values.append(loss if loss.shape.rank == 0 else tf.zeros((), loss.dtype))
             return loss
 
         y_pred = call(model, x)
+        if terms.vectors and terms.complete and hook is None:
+            multiply_vector_losses(model, inverse)
         with listen_to_reductions(adjust):
             loss = compute_loss(model, x, y, y_pred, sample_weight)
+        if adds_up and (regular := regularization(model)) is not None:
+            loss += model.optimizer.once(regular)
         model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         pool_calls(model)
         return loss, hook and hook(x, y, y_pred, sample_weight), values
@@ -295,38 +306,30 @@ def _loss_function(
     return loss_of
 
 
-def _factor(term: LossTerm, inverse: tf.Tensor, total: tf.Tensor | None) -> Any:
-    """f_oi above, with `inverse` for n / n_i and `total` for W_o."""
-    if term.summed:
-        return inverse
-    if total is None:
-        return 1.0
-    return inverse * tf.math.divide_no_nan(term.weight, total)
-
-
-def _loss_weight_function(model: keras.Model) -> Callable[..., Any] | None:
-    """What the user has defined to say what a loss of the user's was divided by."""
-    return getattr(model, "compute_loss_weight", None)
-
-
 def _denominators(
-    model: keras.Model, batch: Any, split: Split, terms: list[LossTerm]
+    model: keras.Model,
+    batch: Any,
+    split: Split,
+    terms: Terms,
+    jit_compile: bool | None,
 ) -> tuple[tf.Tensor, dict[int, tf.Tensor]]:
     """N above, and W_o for the terms that need it, by their index."""
-    rows = tf.cast(rows_of(batch), "float32")
-    weighted = [i for i, term in enumerate(terms) if term.weighted]
-    if _loss_weight_function(model) is None:
-        warn_if_unknown(terms, _BY_SAMPLES)
-    else:
-        weighted = []
+    dtype = scalar_dtype(model.trainable_variables)
+    rows = tf.cast(rows_of(batch), dtype)
+    varying = terms.varying if loss_weight_function(model) is None else []
 
     def step(micro_batch: Any, rows: tf.Tensor, totals: Any) -> Any:
-        terms = _terms(model, micro_batch)
-        return [total + terms[i].weight for total, i in zip(totals, weighted)]
+        x, y, sample_weight = micro_batch
+        with nothing_moves(model):
+            y_pred = call(model, x)
+            with record_terms() as recorded:
+                compute_loss(model, x, y, y_pred, sample_weight)
+        weights = [tf.cast(recorded[i].weight, dtype) for i in varying]
+        return [total + weight for total, weight in zip(totals, weights)]
 
-    totals = [tf.zeros(())] * len(weighted)
-    if weighted:
-        totals = for_each_micro_batch(step, batch, totals, split)
+    totals = [tf.zeros((), dtype)] * len(varying)
+    if varying:
+        totals = for_each_micro_batch(step, batch, totals, split, jit_compile)
     if _divides_together(model):
         rows, *totals = replica.sum_over_replicas([rows, *totals])
-    return rows, dict(zip(weighted, totals))
+    return rows, dict(zip(varying, totals))

@@ -29,14 +29,18 @@ from .._backend.private.losses import (
     call_losses,
     compute_loss,
     forget_call_losses,
+    has_own_compute_loss,
     listen_to_reductions,
 )
 from .._batch_norm import forget_calls, pool_calls
 from .._core.accumulate import BatchGradients, value_and_gradients
+from .._core.gradients import scalar_dtype
 from .._core.loop import Split, for_each_micro_batch, rows_of, take
 
 
-def accumulate_coupled(model: keras.Model, batch: Any, split: Split) -> BatchGradients:
+def accumulate_coupled(
+    model: keras.Model, batch: Any, split: Split, jit_compile: bool | None
+) -> BatchGradients:
     """The loss and the gradients of `model` for `batch`, whatever its loss couples.
 
     On several replicas the loss sees the samples of all of them. The gradients of each
@@ -44,12 +48,16 @@ def accumulate_coupled(model: keras.Model, batch: Any, split: Split) -> BatchGra
     """
     x, y, sample_weight = batch
     variables, replicas = model.trainable_weights, replica.count()
-    y_pred, sums = predict(model, x, split)
+    y_pred, sums, kinds = predict(model, x, split, jit_compile)
     forget_calls(model)
     seen = _of_all_replicas(model, x, y, y_pred, sample_weight)
     outputs = tf.nest.flatten(seen[2])
-    own_rows, all_rows = rows_of(batch), tf.cast(rows_of(outputs), "float32")
-    added = [total / all_rows for total in replica.sum_over_replicas(sums)]
+    dtype = scalar_dtype(variables)
+    own_rows, all_rows = rows_of(batch), tf.cast(rows_of(outputs), dtype)
+    # What layers add is a mean over samples if it is one value, else a sum.
+    sums = replica.sum_over_replicas(sums)
+    is_mean = [value.shape.rank == 0 for value in kinds]
+    added = [s / tf.cast(all_rows, s.dtype) if m else s for s, m in zip(sums, is_mean)]
     parts: list[tf.Tensor] = []
 
     def note(*reduced: Any) -> tf.Tensor:
@@ -74,27 +82,38 @@ def accumulate_coupled(model: keras.Model, batch: Any, split: Split) -> BatchGra
         x, cotangents = micro_batch
         predictions = tf.nest.flatten(call(model, x))
         pool_calls(model)
-        share = tf.cast(micro_rows, "float32") / all_rows
+        share = tf.cast(micro_rows, dtype) / all_rows
         pairs = [*zip(predictions, cotangents)]
-        pairs += [(v, f * share) for v, f in zip(_added(model), factors) if f is not None]
+        pairs += [
+            (value, factor * tf.cast(share, factor.dtype) if mean else factor)
+            for value, factor, mean in zip(_added(model), factors, is_mean)
+            if factor is not None
+        ]
         carried = [
-            tf.reduce_sum(tf.cast(p, "float32") * tf.cast(c, "float32"))
+            tf.reduce_sum(tf.cast(p, dtype) * tf.cast(c, dtype))
             for p, c in pairs
             if c is not None
         ]
-        return tf.add_n(carried) if carried else tf.zeros(()), None, []
+        return tf.add_n(carried) if carried else tf.zeros((), dtype), None, []
 
-    window = value_and_gradients(loss_of, variables, (x, cotangents), split, "sum")
+    found = value_and_gradients(
+        loss_of, variables, (x, cotangents), split, "sum", jit_compile=jit_compile
+    )
     # What does not pass through the arguments is the same on all replicas.
     direct = [d if d is None else tf.convert_to_tensor(d) / replicas for d in direct]
-    gradients = [_sum(g, d) for g, d in zip(window.gradients, direct)]
-    loss = tf.cast(loss, "float32")
+    gradients = [_sum(g, d) for g, d in zip(found.gradients, direct)]
+    loss = tf.cast(loss, dtype)
     return BatchGradients(loss, gradients, all_rows / replicas, parts, all_rows)
 
 
 def _added(model: keras.Model) -> list[tf.Tensor]:
     """The losses that layers added in the last call, scalars in the layers' order."""
-    return [tf.reduce_sum(tf.cast(v, "float32")) for v in call_losses(model)]
+    return [tf.reduce_sum(_wide(value)) for value in call_losses(model)]
+
+
+def _wide(value: tf.Tensor) -> tf.Tensor:
+    """`value` in float32 at least."""
+    return value if value.dtype.size >= 4 else tf.cast(value, "float32")
 
 
 def _of_all_replicas(
@@ -104,7 +123,7 @@ def _of_all_replicas(
 
     Inputs are gathered for an overridden `compute_loss` alone: Keras's does not use them.
     """
-    if type(model).compute_loss is not keras.Model.compute_loss:
+    if has_own_compute_loss(model):
         x = tf.nest.map_structure(_gather, x)
     y, y_pred, sample_weight = tf.nest.map_structure(_gather, (y, y_pred, sample_weight))
     return x, y, y_pred, sample_weight
@@ -119,17 +138,20 @@ def _gather(tensor: Any) -> Any:
     return with_keras_mask(replica.all_gather(tensor), mask)
 
 
-def predict(model: keras.Model, x: Any, split: Split) -> tuple[Any, list[tf.Tensor]]:
+def predict(
+    model: keras.Model, x: Any, split: Split, jit_compile: bool | None = None
+) -> tuple[Any, list[tf.Tensor], list[tf.Tensor]]:
     """The training predictions for `x`, without an effect on any state of the model.
 
-    And the losses that layers added to them, each times the samples of its micro-batch.
+    And what layers added to them, summed: one value times the samples of its micro-batch,
+    several values as they are. Last, of what kind each is.
     """
-    spec, masks, moved, count = _describe(model, x)
+    spec, masks, moved, kinds = _describe(model, x)
     rows = rows_of(x)
     buffers = [tf.zeros(tf.concat([[rows], s], 0), t.dtype) for t, s in spec]
     # The state that a call moves travels through the loop instead.
     values = [tf.convert_to_tensor(v.value) for v in moved]
-    start = (buffers, values, [tf.zeros(())] * count)
+    start = (buffers, values, [tf.zeros((), _wide(value).dtype) for value in kinds])
 
     def step(micro_batch: Any, rows: tf.Tensor, state: Any) -> Any:
         (x, positions), (buffers, values, sums) = micro_batch, state
@@ -142,11 +164,19 @@ def predict(model: keras.Model, x: Any, split: Split) -> tuple[Any, list[tf.Tens
         buffers = [
             tf.tensor_scatter_nd_update(b, positions, f) for b, f in zip(buffers, found)
         ]
-        sums = [s + value * tf.cast(rows, "float32") for s, value in zip(sums, added)]
+        times = [
+            tf.cast(rows, value.dtype)
+            if kind.shape.rank == 0
+            else tf.ones((), value.dtype)
+            for value, kind in zip(added, kinds)
+        ]
+        sums = [s + value * n for s, value, n in zip(sums, added, times)]
         return buffers, values, sums
 
-    buffers, _, sums = for_each_micro_batch(step, (x, tf.range(rows)), start, split)
-    return masks.pack(buffers), sums
+    buffers, _, sums = for_each_micro_batch(
+        step, (x, tf.range(rows)), start, split, jit_compile
+    )
+    return masks.pack(buffers), sums, kinds
 
 
 class _Masks:
@@ -174,10 +204,10 @@ def _unpack(y_pred: Any) -> list[tf.Tensor]:
 
 def _describe(
     model: keras.Model, x: Any
-) -> tuple[list, _Masks, list[keras.Variable], int]:
+) -> tuple[list, _Masks, list[keras.Variable], list[tf.Tensor]]:
     """Types and shapes of the predictions and masks; what else a call leaves.
 
-    That is: the variables that it moves, and how many losses are added in it.
+    That is: the variables that it moves, and the losses that layers add in it.
     """
     found: dict[str, Any] = {}
 
@@ -185,7 +215,7 @@ def _describe(
         with keras.StatelessScope(collect_losses=True) as scope:
             forget_call_losses(model)
             y_pred = call(model, x)
-            found["added"] = len(call_losses(model))
+            found["added"] = call_losses(model)
             found["masks"] = _Masks(y_pred)
             found["all"] = _unpack(y_pred)
             found["moved"] = [

@@ -52,7 +52,8 @@ def hide_reduction(patch):
 def hide_listening(patch):
     reduce = keras_loss.reduce_weighted_values
     call = keras.losses.Loss.__call__
-    names = {**call.__globals__, reduce.__name__: reduce.__wrapped__}
+    plain = getattr(reduce, "__wrapped__", reduce)
+    names = {**call.__globals__, reduce.__name__: plain}
     moved = type(call)(call.__code__, names, None, call.__defaults__)
     patch.setattr(keras.losses.Loss, "__call__", moved)
 
@@ -163,11 +164,26 @@ LOUD = {
     "layers.renormalizes": "reads a public attribute",
     "layers.flatten_layers": "calls a method, or raises",
     "losses.compute_loss": "calls `_compute_loss`, which has a canary",
+    "losses.has_own_compute_loss": "compares public methods",
+    "losses.hear_losses": "installs what has canaries",
+    "losses.is_a_part": "asks what is this package's",
     "losses.is_listening": "asks what is this package's",
+    "losses.multiply_vector_losses": "reads `_losses`, which has a canary",
     "losses.observe_training_losses": "replaces `_compute_loss`, which has a canary",
+    "losses.parts_of_a_window": "sets what is this package's",
+    "losses.regularization": "calls methods, or raises",
+    "losses.take_heard_loss": "asks what is this package's",
     "losses.track_loss": "is what `tracked_apart` calls",
+    "models.build_compiled": "else Keras builds them, and a step is traced twice",
     "models.build_for": "calls `_symbolic_build`, which has a canary",
+    "models.compiled_parts": "reads attributes, or raises",
+    "models.created_outside": "else a step is traced twice",
+    "models.scalar_metrics": "replaces an attribute, or raises",
+    "optimizers.children_of": "calls a method, or raises",
+    "optimizers.index_of": "calls a method, or raises",
     "optimizers.restore_deferred": "calls methods that have a canary",
+    "optimizers.track_variable": "calls a method, or raises",
+    "optimizers.trained_by": "reads an attribute, or raises",
     "randomness.random_state_kept": "puts back what has canaries",
     "randomness.take_dropout_masks_from": "replaces what has a canary",
     "strategies.patch_distribution_bugs": "mends what raises without it",

@@ -13,7 +13,7 @@ from helpers import compile_in, data, dense_model
 import keras_accum as ka
 from keras_accum._backend.warn import warn
 
-SCALAR = "a loss function returns a scalar, whose denominator is lost"
+SCALAR = "A loss function returns a scalar, and what it divides by cannot be known"
 
 
 def scalar_loss(y, y_pred):

@@ -231,11 +231,10 @@ def test_tensorflow_55321_a_loss_that_is_a_scalar_says_so():
     with pytest.warns(UserWarning) as caught:
         fit(model, x, y, 3)
     assert messages(caught) == [
-        "The weight of a micro-batch cannot be known, because a loss function returns a "
-        "scalar, whose denominator is lost. Every micro-batch of a window will count the "
-        "same, which is the large batch only if all have the same number of samples. "
-        "Return one value per sample and let Keras take the mean, or call "
-        "`optimizer.apply(gradients, variables, weight=...)`."
+        "A loss function returns a scalar, and what it divides by cannot be known. "
+        "Micro-batches weigh by their samples, a mean over samples. Return one value per "
+        "sample and let Keras take the mean; or use `accumulate(model, ..., "
+        "two_pass=True)`, which is exact for any loss of the predictions."
     ]
 
 
@@ -249,7 +248,7 @@ def test_a_custom_compute_loss_says_that_weights_are_unknown():
         Own(base.inputs, base.outputs), "graph", ka.AccumOptimizer("sgd", 2)
     )
     x, y = data(6)
-    with pytest.warns(UserWarning, match="no Keras loss was computed"):
+    with pytest.warns(UserWarning, match="a `compute_loss` of its own"):
         fit(model, x, y, 3)
 
 
@@ -283,5 +282,6 @@ def test_several_losses_with_unlike_denominators_are_warned_of():
         "This model has several losses, and masks, sample weights or variable lengths "
         "may give each of them another denominator. One gradient for all of them can be "
         "weighted by one denominator only: the first loss's is used. It is exact if the "
-        "others are proportional to it from micro-batch to micro-batch."
+        "others are proportional to it from micro-batch to micro-batch. "
+        "`accumulate(model, ...)` is exact for all."
     ]

@@ -714,7 +714,7 @@ def test_the_settings_of_a_loss_scale_inside_survive_saving(round_trip, tmp_path
     again = round_trip(optimizer, tmp_path)
     assert again.scales_dynamically
     assert (again.initial_scale, again.dynamic_growth_steps) == (2.0**10, 2)
-    assert float(again.scale_loss(tf.constant(2.0))) == 2.0**11
+    assert float(again.scale_loss(tf.constant(2.0))) == pytest.approx(2.0**11 / 3)
     assert again.inner_optimizer.ema_momentum == 0.7
     assert again.get_config() == optimizer.get_config()
     default = AccumOptimizer("adam", 3)

@@ -14,7 +14,7 @@ import functools
 import random
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
@@ -22,7 +22,17 @@ from keras.src.random.seed_generator import draw_seed
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.eager import context as tf_context
 
-from . import compiled, graphs, layers, losses, models, randomness, strategies, tapes
+from . import (
+    compiled,
+    graphs,
+    layers,
+    losses,
+    models,
+    optimizers,
+    randomness,
+    strategies,
+    tapes,
+)
 from .versions import Moved, explained_if_moved
 
 
@@ -102,6 +112,14 @@ def training_steps_are_seen(model: keras.Model) -> None:
     _expect(float(tracker.result()) == 7.0, "the metric that `fit` shows as `loss`")
     _expect(len(models.all_metrics(model)) == 2, "compiled metrics")
     _expect(len(models.state_of_layers(model)) == 4, "the state of layers")
+
+
+def compile_asks_an_optimizer(model: keras.Model) -> None:
+    """`compile` asks what an optimizer is, which tells the optimizer of its model."""
+    optimizer = _Asked(name="asked")
+    optimizer.seen.clear()
+    model.compile(optimizer, "mse", auto_scale_loss=False)
+    _expect((model, False) in optimizer.seen, "what `compile` asks of an optimizer")
 
 
 _COMPILED = ("optimizer", "_compile_loss", "_compile_metrics")
@@ -270,6 +288,7 @@ def graphs_and_tapes_can_be_asked(_: keras.Model) -> None:
 CANARIES: tuple[Callable[[keras.Model], None], ...] = (
     losses_are_heard,
     training_steps_are_seen,
+    compile_asks_an_optimizer,
     tensors_carry_masks_and_logits,
     calls_have_their_context,
     scopes_are_asked,
@@ -279,6 +298,17 @@ CANARIES: tuple[Callable[[keras.Model], None], ...] = (
     optimizers_can_be_steered,
     graphs_and_tapes_can_be_asked,
 )
+
+
+class _Asked(keras.optimizers.SGD):
+    """Notes what compiles a model whenever it is asked for its class."""
+
+    seen: ClassVar[list[Any]] = []
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        self.seen.append(optimizers.compiling())
+        return type(self)
 
 
 def _expect(holds: bool, what: str) -> None:

@@ -1,4 +1,10 @@
-"""How Keras reduces, adds and tracks losses. Keras forgets what it divided by."""
+"""How Keras reduces, adds and tracks losses. It forgets what it divided by.
+
+`Loss.__call__` and `Trainer.compute_loss` have no hook. So five functions of Keras are
+replaced, by ones that give what they gave, while somebody needs it: inside of a context
+that listens, and for as long as an `AccumOptimizer` that has met a model is alive. After
+that Keras has its own functions again.
+"""
 
 import contextlib
 import functools
@@ -10,10 +16,113 @@ import keras
 import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 from keras.src.trainers.trainer import Trainer
+from tensorflow.python.eager import record
 
+from ..attribute_patch import AttributePatch
 from .layers import flatten_layers
 
-_listening = threading.local()
+
+class _Listening(threading.local):
+    """What is listened to in this thread; a strategy runs each replica in its own.
+
+    Attributes:
+        listener: gets each reduction; None if nobody listens.
+        undivided: means that Keras computes as on one device; None if it divides them.
+        is_part: whether losses are those of parts, whose gradients never reach `apply`.
+        heard: how many losses a tape recorded with nobody listening, and the last one.
+    """
+
+    listener: Callable[..., Any] | None = None
+    undivided: list[Any] | None = None
+    is_part = False
+    heard: tuple[int, tuple[Any, ...]] = (0, ())
+
+
+_listening = _Listening()
+
+
+@contextlib.contextmanager
+def _set(name: str, value: Any) -> Iterator[None]:
+    outer = getattr(_listening, name)
+    setattr(_listening, name, value)
+    try:
+        yield
+    finally:
+        setattr(_listening, name, outer)
+
+
+# --- Installing, and taking back.
+
+
+class _Installation:
+    """Functions of Keras replaced while at least one holder needs them."""
+
+    def __init__(self, patches: Callable[[], list[AttributePatch]]) -> None:
+        self._make = patches
+        self._patches: list[AttributePatch] = []
+        self._holders = 0
+        self._lock = threading.RLock()
+
+    def hold(self) -> None:
+        with self._lock:
+            if not self._holders:
+                self._patches = self._make()
+            self._holders += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            while not self._holders and self._patches:
+                self._patches.pop().undo()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        self.hold()
+        try:
+            yield
+        finally:
+            self.release()
+
+
+def _patch_reductions() -> list[AttributePatch]:
+    # `Loss.__call__` looks these up by name.
+    wrappers = {
+        "reduce_weighted_values": _with_listener,
+        "scale_loss_for_distribution": _unless_undivided,
+        "unscale_loss_for_distribution": _unless_undivided,
+    }
+    return [
+        AttributePatch(keras_loss, name, wrap(getattr(keras_loss, name)))
+        for name, wrap in wrappers.items()
+    ]
+
+
+def _patch_training_losses() -> list[AttributePatch]:
+    # `compute_loss` is what a train_step of the user's calls; `_compute_loss` is what
+    # Keras's own calls, also when the user has overridden `compute_loss`.
+    return [
+        AttributePatch(Trainer, name, _observed(getattr(Trainer, name)))
+        for name in ("compute_loss", "_compute_loss")
+    ]
+
+
+_reductions = _Installation(_patch_reductions)
+_training_losses = _Installation(_patch_training_losses)
+
+
+def hear_losses() -> Callable[[], None]:
+    """Have `heard_loss` and the observer know of losses; returns what ends it."""
+    _reductions.hold()
+    _training_losses.hold()
+
+    def end() -> None:
+        _training_losses.release()
+        _reductions.release()
+
+    return end
+
+
+# --- Listening to reductions.
 
 
 @contextlib.contextmanager
@@ -23,34 +132,23 @@ def listen_to_reductions(listener: Callable[..., Any]) -> Iterator[None]:
     It is called with `values` (the losses per sample, not yet weighted), `sample_weight`,
     `mask`, `reduction` and the reduced `loss`, and returns what stands for the loss.
     """
-    _extend_keras()
-    outer = getattr(_listening, "listener", None)
-    _listening.listener = listener
-    try:
+    with _reductions.held(), _set("listener", listener):
         yield
-    finally:
-        _listening.listener = outer
 
 
 def is_listening() -> bool:
     """Whether a caller up the stack listens to reductions already."""
-    return getattr(_listening, "listener", None) is not None
+    return _listening.listener is not None
 
 
-@functools.cache
-def observe_training_losses(
-    around: Callable[[keras.Model], contextlib.AbstractContextManager[None]],
-) -> None:
-    """Have Keras compute each training loss of any model inside of `around(model)`.
+def take_heard_loss() -> tuple[int, tuple[Any, ...]]:
+    """How many losses tapes have recorded with nobody listening since the last call.
 
-    Args:
-        around: gives the context manager for a model; called for training losses only,
-            and only for the outermost call (an override that calls `super()` is one).
+    And the last one: its values, sample weight, mask and reduction.
     """
-    # `compute_loss` is what a train_step of the user's calls; `_compute_loss` is what
-    # Keras's own calls, also when the user has overridden `compute_loss`.
-    for name in ("compute_loss", "_compute_loss"):
-        setattr(Trainer, name, _inside(around, getattr(Trainer, name)))
+    found = _listening.heard
+    _listening.heard = (0, ())
+    return found
 
 
 @contextlib.contextmanager
@@ -60,32 +158,20 @@ def undivided_losses() -> Iterator[list[Any]]:
     Under a strategy it divides means, but not sums, by the number of replicas. Gives a
     list of the losses that would have been divided, which grows.
     """
-    _extend_keras()
-    outer = getattr(_listening, "undivided", None)
-    _listening.undivided = []
-    try:
-        yield _listening.undivided
-    finally:
-        _listening.undivided = outer
-
-
-@functools.cache
-def _extend_keras() -> None:
-    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
-        setattr(keras_loss, name, _unless_undivided(getattr(keras_loss, name)))
-    keras_loss.reduce_weighted_values = _with_listener(keras_loss.reduce_weighted_values)
+    found: list[Any] = []
+    with _reductions.held(), _set("undivided", found):
+        yield found
 
 
 def _unless_undivided(scale: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(scale)
-    def scale_unless_told(value: Any) -> Any:
-        undivided = getattr(_listening, "undivided", None)
-        if undivided is None:
+    def scale_unless_undivided(value: Any) -> Any:
+        if _listening.undivided is None:
             return scale(value)
-        undivided.append(value)
+        _listening.undivided.append(value)
         return value
 
-    return scale_unless_told
+    return scale_unless_undivided
 
 
 def _with_listener(reduce: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,18 +184,39 @@ def _with_listener(reduce: Callable[..., Any]) -> Callable[..., Any]:
         dtype: Any = None,
     ) -> Any:
         loss = reduce(values, sample_weight, mask, reduction, dtype)
-        if not is_listening():
-            return loss
-        return _listening.listener(values, sample_weight, mask, reduction, loss)
+        reduced = (values, sample_weight, mask, reduction)
+        if (listener := _listening.listener) is not None:
+            return listener(*reduced, loss)
+        if record.could_possibly_record():  # Else it is validation's, for example.
+            count, _ = _listening.heard
+            _listening.heard = (count + 1, reduced)
+        return loss
 
     return reduce_and_tell
 
 
-def _inside(
-    around: Callable[..., Any], compute: Callable[..., Any]
-) -> Callable[..., Any]:
+# --- Observing training losses.
+
+# From a model, the arguments of `compute_loss` and what computes it, to the loss.
+Observer = Callable[[keras.Model, tuple[Any, ...], Callable[[], Any]], Any]
+
+
+def observe_training_losses(observer: Observer) -> None:
+    """Have `observer` compute each training loss while `hear_losses` is in force.
+
+    It is called for training losses only, and only for the outermost call: an override
+    that calls `super()` is one.
+    """
+    global _observer
+    _observer = observer
+
+
+_observer: Observer | None = None
+
+
+def _observed(compute: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compute)
-    def compute_inside(
+    def compute_observed(
         self: Any,
         x: Any = None,
         y: Any = None,
@@ -117,13 +224,41 @@ def _inside(
         sample_weight: Any = None,
         training: bool = True,
     ) -> Any:
-        arguments = (self, x, y, y_pred, sample_weight, training)
-        if not training or is_listening():
-            return compute(*arguments)
-        with around(self):
-            return compute(*arguments)
+        arguments = (x, y, y_pred, sample_weight)
 
-    return compute_inside
+        def result() -> Any:
+            return compute(self, *arguments, training)
+
+        if is_listening() or _observer is None:
+            return result()
+        if not training:
+            with _set("listener", lambda *reduced: reduced[-1]):
+                return result()
+        return _observer(self, arguments, result)
+
+    return compute_observed
+
+
+@contextlib.contextmanager
+def parts_of_a_window() -> Iterator[None]:
+    """What is computed inside are losses of parts; no gradient of one reaches `apply`."""
+    with _set("is_part", True):
+        yield
+
+
+def is_a_part() -> bool:
+    """Whether a loss that is computed now is inside of `parts_of_a_window`."""
+    return _listening.is_part
+
+
+# --- What a train_step of Keras's does with losses, for one that does it in parts.
+
+
+def has_own_compute_loss(model: keras.Model) -> bool:
+    """Whether the user has overridden `compute_loss`."""
+    own = getattr(type(model).compute_loss, "__wrapped__", type(model).compute_loss)
+    plain = getattr(Trainer.compute_loss, "__wrapped__", Trainer.compute_loss)
+    return own is not plain or "compute_loss" in vars(model)
 
 
 def compute_loss(
@@ -131,6 +266,17 @@ def compute_loss(
 ) -> tf.Tensor:
     """The training loss, by the user's `compute_loss` whatever arguments it takes."""
     return model._compute_loss(x, y, y_pred, weight, training=True)
+
+
+def regularization(model: keras.Model) -> tf.Tensor | None:
+    """The sum of the weights' regularizers, as Keras adds it to a loss; None without.
+
+    Keras gives them in one list with what layers add in a call.
+    """
+    if not any(v.regularizer is not None for v in model.trainable_variables):
+        return None
+    terms = model._get_regularization_losses()
+    return tf.add_n([model._aggregate_additional_loss(term) for term in terms])
 
 
 def track_loss(model: keras.Model, loss: tf.Tensor, rows: Any) -> None:
@@ -165,6 +311,18 @@ def call_losses(model: keras.Model) -> list[tf.Tensor]:
     layers = [model, *flatten_layers(model)]
     unique = {id(layer): layer for layer in layers}.values()
     return [loss for layer in unique for loss in layer._get_own_losses()]
+
+
+def multiply_vector_losses(model: keras.Model, factor: tf.Tensor) -> None:
+    """Multiply what layers passed to `add_loss` with more than one value in it.
+
+    Keras adds such values up when it computes the loss; before, they are in lists.
+    """
+    for layer in {id(x): x for x in [model, *flatten_layers(model)]}.values():
+        layer._losses[:] = [
+            loss if loss.shape.rank == 0 else loss * tf.cast(factor, loss.dtype)
+            for loss in layer._losses
+        ]
 
 
 def forget_call_losses(model: keras.Model) -> None:

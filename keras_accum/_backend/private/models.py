@@ -1,10 +1,16 @@
 """A model's compiled parts: built early, listed, and put back."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend import compute_output_spec
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as Trainer
 
+from .. import replica
+from ..attribute_patch import AttributePatch
 from .layers import flatten_layers
 from .randomness import global_seed_generator
 
@@ -17,8 +23,65 @@ def build_for(model: keras.Model, data: Any) -> None:
     parts = [model, model._compile_metrics, model._compile_loss, model.optimizer]
     if all(part is None or part.built for part in parts):
         return
-    with tf.init_scope():
+    with created_outside():
         model._symbolic_build(data_batch=data)
+
+
+def build_compiled(
+    model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any
+) -> None:
+    """Create what the compiled parts of `model` need, before a trace uses them.
+
+    Keras does it while it uses them, and TensorFlow then traces the step again.
+    """
+    optimizer, loss, metrics = compiled_parts(model)
+    if tf.executing_eagerly() or replica.distributed():
+        return
+    # A step of the user's may train other variables.
+    if type(model).train_step is Trainer.train_step and not optimizer.built:
+        with created_outside():
+            optimizer.build(model.trainable_variables)
+    x, y, y_pred, sample_weight = keras.tree.map_structure(
+        _symbolic, (x, y, y_pred, sample_weight)
+    )
+    # What cannot be computed symbolically is left to Keras, and to a second trace.
+    with contextlib.suppress(Exception), created_outside():
+        if loss is not None and not loss.built:
+            loss.build(y, y_pred)
+        if metrics is not None and not metrics.built:
+            compute_output_spec(
+                model.compute_metrics, x, y, y_pred, sample_weight=sample_weight
+            )
+
+
+def _symbolic(value: Any) -> Any:
+    if value is None:
+        return None
+    return keras.KerasTensor(value.shape, keras.backend.standardize_dtype(value.dtype))
+
+
+@contextlib.contextmanager
+def created_outside() -> Iterator[None]:
+    """Variables that are created inside belong to no function that is being traced.
+
+    Else TensorFlow traces that function again, having created its variables. Under a
+    strategy they are created by the strategy.
+    """
+
+    def create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        return next_creator(**{**kwargs, "experimental_enable_variable_lifting": False})
+
+    with tf.init_scope():
+        if replica.distributed():
+            yield
+            return
+        with tf.variable_creator_scope(create):
+            yield
+
+
+def compiled_parts(model: keras.Model) -> list[Any]:
+    """What `compile` has set on a model: the optimizer, the losses, the metrics."""
+    return [model.optimizer, model._compile_loss, model._compile_metrics]
 
 
 def unbuilt_parts(model: keras.Model) -> dict[str, Any]:
@@ -85,3 +148,31 @@ def call_traces(model: keras.Model) -> list[Any]:
         for layer in [model, *flatten_layers(model)]
         for container in (layer._losses, layer._loss_ids)
     ]
+
+
+@contextlib.contextmanager
+def scalar_metrics(model: keras.Model) -> Iterator[list[str]]:
+    """The names of metrics that reduce a batch to one number, as they are computed.
+
+    Keras takes the mean of what a metric function returns, and does not tell of its shape.
+    """
+    found: list[str] = []
+    compiled = model._compile_metrics
+    metrics = [] if compiled is None else compiled.metrics
+    wrappers = [m for m in metrics if isinstance(m, keras.metrics.MeanMetricWrapper)]
+
+    def observed(metric: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            values = function(*args, **kwargs)
+            if len(values.shape) == 0:
+                found.append(metric.name)
+            return values
+
+        return compute
+
+    patches = [AttributePatch(m, "_fn", observed(m, m._fn)) for m in wrappers]
+    try:
+        yield found
+    finally:
+        for patch in patches:
+            patch.undo()

@@ -1,4 +1,7 @@
-"""What an optimizer that wraps another needs of Keras's base class."""
+"""What an optimizer that wraps another needs of Keras's and TensorFlow's base classes."""
+
+import sys
+from typing import Any
 
 import keras
 
@@ -9,5 +12,43 @@ def restore_deferred(optimizer: keras.optimizers.Optimizer) -> None:
     TensorFlow does so where an attribute is set. An optimizer that names its children
     itself has to ask for it.
     """
-    for name, child in optimizer._trackable_children().items():
+    for name, child in children_of(optimizer).items():
         optimizer._handle_deferred_dependencies(name=name, trackable=child)
+
+
+def children_of(
+    optimizer: keras.optimizers.Optimizer, save_type: str = "checkpoint", **kwargs: Any
+) -> dict[str, Any]:
+    """What `tf.train.Checkpoint` saves of `optimizer`, by name."""
+    return optimizer._trackable_children(save_type, **kwargs)
+
+
+def track_variable(optimizer: Any, variable: keras.Variable) -> None:
+    """Have `optimizer` list `variable`; `add_variable` has no `synchronization`."""
+    optimizer._track_variable(variable)
+
+
+def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """The variables that `optimizer` was built with."""
+    return list(optimizer._trainable_variables)
+
+
+def index_of(optimizer: Any, variable: keras.Variable) -> int | None:
+    """The place of `variable` among those that `optimizer` was built with, or None."""
+    key = optimizer._var_key(variable)
+    return optimizer._trainable_variables_indices.get(key)
+
+
+def compiling() -> tuple[keras.Model, bool] | None:
+    """The model of the `compile` up the stack, and its `auto_scale_loss`.
+
+    Keras tells an optimizer nothing of its model, and keeps `auto_scale_loss` nowhere.
+    """
+    frame = sys._getframe(1)
+    for _ in range(24):
+        if frame is None:
+            break
+        if frame.f_code.co_name == "compile" and "auto_scale_loss" in frame.f_locals:
+            return frame.f_locals["self"], bool(frame.f_locals["auto_scale_loss"])
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

@@ -1,0 +1,273 @@
+"""What a `compute_loss` of the user's makes of Keras's losses.
+
+A batch can be split exactly if the loss is a plain sum of Keras losses, times constants,
+and of regularizers. Two tests tell. The graph of the loss is read: from the total, through
+additions and constant factors, to the losses that Keras has reduced. And the rule is tried
+on numbers that are made up: the loss of a few samples at once, and split. What passes both
+is exact; all else weighs by samples, with a warning.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from .._backend.private.losses import compute_loss, listen_to_reductions
+from .loss import LossTerm, describe, loss_of_none
+
+# From (x, y, y_pred, sample_weight) to the loss.
+Compute = Callable[..., tf.Tensor]
+
+_PASSED_ON = {
+    "Identity",
+    "Cast",
+    "EnsureShape",
+    "Squeeze",
+    "ExpandDims",
+    "Reshape",
+    "Neg",
+}
+_ADDED_UP = {"AddV2", "Add", "AddN", "Sub", "Pack"}
+_SAMPLES = (1, 4)
+
+
+class Understanding(NamedTuple):
+    """What is known of a loss.
+
+    Attributes:
+        terms: indices of the Keras losses that it is a plain sum of.
+        complete: whether there is nothing else in it.
+    """
+
+    terms: frozenset[int]
+    complete: bool
+
+
+def understand(
+    model: keras.Model,
+    arguments: Any,
+    traced: tuple[tf.Tensor, Sequence[tf.Tensor], Sequence[tf.Tensor]] | None = None,
+) -> Understanding:
+    """What the loss of a model with its own `compute_loss` is made of.
+
+    Args:
+        model: the model.
+        arguments: `x, y, y_pred, sample_weight`, as a loss is computed of.
+        traced: a loss of them in a graph, the Keras losses in it, in the order in which
+            they were computed, and what layers had added. Traced here if it is None or
+            was computed in eager mode.
+    """
+    known = _known.setdefault(model, {})
+    key = _kind_of(arguments)
+    if key not in known:
+        known[key] = _understand(model, arguments, traced)
+    return known[key]
+
+
+# By model, and by the kind of batch.
+_known: "weakref.WeakKeyDictionary[keras.Model, dict[Any, Understanding]]"
+_known = weakref.WeakKeyDictionary()
+
+
+def _kind_of(arguments: Any) -> Any:
+    leaves = tf.nest.flatten(arguments)
+    return tuple(
+        None if leaf is None else (tf.as_dtype(leaf.dtype), tuple(leaf.shape[1:]))
+        for leaf in leaves
+    )
+
+
+def _understand(model: keras.Model, arguments: Any, traced: Any) -> Understanding:
+    nothing = Understanding(frozenset(), False)
+
+    def compute(*arguments: Any) -> tf.Tensor:
+        with nothing_moves(model):
+            return compute_loss(model, *arguments)
+
+    try:
+        if traced is None or not tf.is_symbolic_tensor(traced[0]):
+            traced = _trace(compute, arguments)
+    except Exception:
+        return nothing  # What cannot be traced cannot be read.
+    total, reduced, added = traced
+    reader = _Reader(reduced, added)
+    complete = reader.read(total)
+    complete &= sorted(reader.found.items()) == [(i, 1) for i in range(len(reduced))]
+    terms = frozenset(reader.found)
+    if not complete or not _holds_on_made_up(compute, arguments, terms):
+        return nothing
+    return Understanding(terms, True)
+
+
+def _trace(compute: Compute, arguments: Any) -> Any:
+    reduced: list[tf.Tensor] = []
+    total: list[tf.Tensor] = []
+
+    def note(*described: Any) -> tf.Tensor:
+        reduced.append(loss_of_none(described[-1]))
+        return reduced[-1]
+
+    def traced(arguments: Any) -> None:
+        with listen_to_reductions(note):
+            total.append(compute(*arguments))
+
+    with tf.init_scope():
+        specs = tf.nest.map_structure(_spec, arguments)
+        tf.function(traced, autograph=False).get_concrete_function(specs)
+    return total[0], reduced, ()
+
+
+def _spec(leaf: Any) -> Any:
+    return None if leaf is None else tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+
+
+@contextlib.contextmanager
+def nothing_moves(model: keras.Model) -> Iterator[None]:
+    """What is assigned inside, or added as a loss, goes nowhere."""
+    # A stateless scope does not look outside for what a regulariser reads.
+    weights = [(v, v) for v in model.trainable_variables if v.regularizer is not None]
+    with keras.StatelessScope(weights, collect_losses=True):
+        yield
+
+
+class _Reader:
+    """Reads a graph from a loss back to the terms that it is a sum of."""
+
+    def __init__(self, reduced: Sequence[tf.Tensor], added: Sequence[tf.Tensor]) -> None:
+        self._terms = {_key(tensor): i for i, tensor in enumerate(reduced)}
+        self._added = {_key(tensor) for tensor in added}
+        self._constant: dict[Any, bool] = {}
+        self.found: dict[int, int] = {}
+
+    def read(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` is a sum of known terms; `found` counts them."""
+        tensor = _outside(tensor)
+        if (index := self._terms.get(_key(tensor))) is not None:
+            self.found[index] = self.found.get(index, 0) + 1
+            return True
+        if _key(tensor) in self._added or self.is_constant(tensor):
+            return True
+        op = tensor.op
+        inputs = list(op.inputs)
+        if op.type in _PASSED_ON:
+            return self.read(inputs[0])
+        if op.type in _ADDED_UP:
+            known = [self.read(each) for each in inputs]  # All are to be counted.
+            return all(known)
+        if op.type == "Sum":
+            return self._reads_sum(inputs[0])
+        if op.type == "Mul":
+            constant = [self.is_constant(each) for each in inputs]
+            return any(constant) and self.read(inputs[constant.index(True) - 1])
+        if op.type in ("RealDiv", "DivNoNan"):
+            return self.is_constant(inputs[1]) and self.read(inputs[0])
+        return False
+
+    def _reads_sum(self, tensor: tf.Tensor) -> bool:
+        """Of a list of losses, or of what a layer added: not of the values of samples."""
+        tensor = _outside(tensor)
+        listed = tensor.op.type == "Pack" or tensor.shape.rank == 0
+        return (listed or _key(tensor) in self._added) and self.read(tensor)
+
+    def is_constant(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` depends on variables and constants alone, not on data."""
+        if not tf.is_symbolic_tensor(tensor) or tensor.dtype == tf.resource:
+            return True
+        key = _key(tensor)
+        if key not in self._constant:
+            self._constant[key] = False  # In a loop, the question comes back here.
+            self._constant[key] = self._depends_on_no_data(tensor)
+        return self._constant[key]
+
+    def _depends_on_no_data(self, tensor: tf.Tensor) -> bool:
+        if _key(tensor) in self._terms or _key(tensor) in self._added:
+            return False
+        if (outside := _outside(tensor)) is not tensor:
+            return self.is_constant(outside)
+        if tensor.op.type in ("Const", "ReadVariableOp"):
+            return True
+        inputs = tensor.op.inputs
+        return len(inputs) > 0 and all(self.is_constant(each) for each in inputs)
+
+
+def _key(tensor: tf.Tensor) -> Any:
+    return (
+        (id(tensor.graph), tensor.name) if tf.is_symbolic_tensor(tensor) else id(tensor)
+    )
+
+
+def _outside(tensor: tf.Tensor) -> tf.Tensor:
+    """What a function captured as `tensor`, from outside; or `tensor` itself."""
+    if not tf.is_symbolic_tensor(tensor) or tensor.op.type != "Placeholder":
+        return tensor
+    for outer, inner in getattr(tensor.graph, "captures", ()):
+        if inner.name == tensor.name:
+            return outer
+    return tensor
+
+
+def _holds_on_made_up(compute: Compute, arguments: Any, terms: frozenset[int]) -> bool:
+    """Whether made-up samples have the same loss at once and split into two."""
+    try:
+        with tf.init_scope():
+            rng = np.random.default_rng(0)
+            count = _SAMPLES[1]
+            batch = tf.nest.map_structure(
+                lambda spec: _made_up(rng, spec, count), arguments
+            )
+            whole, weights = _loss_of(compute, batch, terms, None, 1.0)
+            total = 0.0
+            for rows in (slice(0, _SAMPLES[0]), slice(*_SAMPLES)):
+                part = tf.nest.map_structure(
+                    lambda t, rows=rows: None if t is None else t[rows], batch
+                )
+                inverse = count / (rows.stop - rows.start)
+                loss, _ = _loss_of(compute, part, terms, weights, inverse)
+                total += loss / inverse
+        return bool(np.allclose(total, whole, rtol=1e-4, atol=1e-6))
+    except Exception:
+        # Made-up numbers may be no labels: nothing is known then.
+        return False
+
+
+def _loss_of(
+    compute: Compute,
+    batch: Any,
+    understood: frozenset[int],
+    totals: list[LossTerm] | None,
+    inverse: float,
+) -> tuple[Any, list[LossTerm]]:
+    """The loss of a batch; or of a part of one, each term times its factor."""
+    met: list[LossTerm] = []
+
+    def adjust(*reduced: Any) -> tf.Tensor:
+        *described, loss = reduced
+        term, loss = describe(*described), loss_of_none(loss)
+        index = len(met)
+        met.append(term)
+        if totals is None or index not in understood:
+            return loss
+        if term.kind == "sum":
+            return loss * inverse
+        if term.kind == "mean" and term.weight is not None:
+            share = tf.math.divide_no_nan(term.weight, totals[index].weight) * inverse
+            return loss * tf.cast(share, loss.dtype)
+        return loss
+
+    with listen_to_reductions(adjust):
+        loss = compute(*batch)
+    return np.asarray(keras.ops.convert_to_numpy(loss), "float64"), met
+
+
+def _made_up(rng: np.random.Generator, spec: Any, rows: int) -> Any:
+    if spec is None:
+        return None
+    shape = [rows, *[3 if size is None else size for size in spec.shape[1:]]]
+    dtype = tf.as_dtype(spec.dtype)
+    if dtype.is_floating:
+        return tf.constant(rng.uniform(0.1, 0.9, shape), dtype)
+    return tf.constant(rng.integers(0, 2, shape), dtype)

@@ -1,0 +1,119 @@
+"""What a loss that Keras computes announces to the optimizer: its denominator."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from .._backend.private.losses import (
+    call_losses,
+    has_own_compute_loss,
+    is_a_part,
+    listen_to_reductions,
+    regularization,
+    take_heard_loss,
+)
+from .._backend.private.models import build_compiled
+from .._batch_norm import pool_first_or_next
+from .._core.loss import Terms, check_sums, describe, loss_of_none, optimizer_weight
+from .._core.own_loss import Understanding, understand
+from .accumulator import Weight
+from .pending import PendingWeight
+
+
+def announce_weight(
+    model: keras.Model, arguments: tuple[Any, ...], compute: Callable[[], tf.Tensor]
+) -> tf.Tensor:
+    """Compute a training loss of `model`, and tell its optimizer what it weighs.
+
+    Args:
+        model: any model.
+        arguments: `x, y, y_pred, sample_weight`, of which the loss is computed.
+        compute: computes it.
+    """
+    optimizer: Any = getattr(model, "optimizer", None)
+    if not isinstance(getattr(optimizer, "_pending_weight", None), PendingWeight):
+        return compute()
+    build_compiled(model, *arguments)
+    loss, weight = _weighted(model, optimizer, arguments, compute)
+    # Data that have ended leave no loss, and must leave no weight.
+    with tf.control_dependencies([] if tf.executing_eagerly() else [loss]):
+        if not is_a_part():
+            optimizer._pending_weight.set(weight)
+            optimizer._announces = True
+        pool_first_or_next(model, tf.equal(optimizer.micro_step, 0))
+    optimizer.enable_scaling_if_float16(model)
+    return loss
+
+
+def _weighted(
+    model: keras.Model, optimizer: Any, arguments: Any, compute: Callable[[], tf.Tensor]
+) -> tuple[tf.Tensor, Weight | None]:
+    reductions: list[tuple[Any, ...]] = []
+    reduced: list[tf.Tensor] = []
+
+    def note(*described: Any) -> tf.Tensor:
+        *description, loss = described
+        reductions.append(tuple(description))
+        reduced.append(loss_of_none(loss))
+        return reduced[-1]
+
+    with listen_to_reductions(note):
+        loss = compute()
+    static, rows = _rows(arguments)
+    compiled = tuple(describe(*each, rows=static) for each in reductions)
+    added, regular = tuple(call_losses(model)), regularization(model)
+    # A window that weighs nothing still has what is no mean of weighted samples.
+    rest = rows if added else tf.constant(0.0 if regular is None else 1.0)
+    hook = getattr(model, "compute_loss_weight", None)
+    if hook is not None:
+        return loss, Weight(tf.convert_to_tensor(hook(*arguments)), rest)
+    known = Understanding(frozenset(range(len(compiled))), True)
+    if has_own_compute_loss(model):
+        known = _understand(model, arguments, loss, reduced, added)
+    terms = Terms(compiled, added, *known)
+    if optimizer.reduction == "sum":
+        check_sums(terms, model)
+        return (loss if regular is None else loss + optimizer.once(regular)), None
+    return loss, Weight(optimizer_weight(terms, rows, model), rest)
+
+
+def _understand(
+    model: keras.Model,
+    arguments: Any,
+    loss: tf.Tensor,
+    reduced: list[tf.Tensor],
+    added: tuple[tf.Tensor, ...],
+) -> Understanding:
+    """What the user's `compute_loss` is made of; read once for a model."""
+    return understand(model, arguments, (loss, reduced, added))
+
+
+def _rows(arguments: Any) -> tuple[int | None, tf.Tensor]:
+    """The number of samples, where it is known when tracing, and as a float32 scalar."""
+    x, y, y_pred, _ = arguments
+    leaves = [leaf for leaf in tf.nest.flatten((y_pred, y, x)) if leaf is not None]
+    first = tf.convert_to_tensor(leaves[0])
+    return first.shape[0], tf.cast(tf.shape(first)[0], "float32")
+
+
+def heard_weight() -> tf.Tensor | None:
+    """The denominator of the one Keras loss that was computed since the last call.
+
+    None if there were several, or none, or what it was divided by is not known here.
+    """
+    count, reduction = take_heard_loss()
+    if count != 1 or not _is_here(reduction[0]):
+        return None
+    term = describe(*reduction)
+    return term.weight if term.kind == "mean" else None
+
+
+def _is_here(tensor: Any) -> bool:
+    """Whether what is computed now can use `tensor`."""
+    if not tf.is_tensor(tensor) or not tf.is_symbolic_tensor(tensor):
+        return True
+    return not tf.executing_eagerly() and (
+        tensor.graph is tf.compat.v1.get_default_graph()
+    )

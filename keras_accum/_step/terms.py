@@ -1,0 +1,142 @@
+"""What a model's training loss is made of, found out once, before a step is taken.
+
+The loss is traced with a number of samples that is known, so that a denominator that
+does not depend on the data can be told from one that does.
+"""
+
+import dataclasses
+import weakref
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from .._backend.private.layers import call
+from .._backend.private.losses import (
+    call_losses,
+    compute_loss,
+    has_own_compute_loss,
+    listen_to_reductions,
+)
+from .._backend.private.models import compiled_parts, scalar_metrics
+from .._core.loop import rows_of, take
+from .._core.loss import LossTerm, Terms, describe, loss_of_none
+from .._core.own_loss import Understanding, nothing_moves, understand
+
+# Even, and not a size that much else has.
+_SAMPLES = 12
+
+
+class Found(NamedTuple):
+    """What was found out about a model's loss and metrics.
+
+    Attributes:
+        terms: of its loss; without tensors.
+        scalar_metrics: names of metrics that reduce a batch to one number.
+    """
+
+    terms: Terms
+    scalar_metrics: tuple[str, ...]
+
+
+def loss_weight_function(model: keras.Model) -> Any:
+    """What the user has defined to say what a loss of the user's was divided by."""
+    return getattr(model, "compute_loss_weight", None)
+
+
+def find(model: keras.Model, batch: Any) -> Found:
+    """The terms of the loss of `model`, as far as they are known before anything runs.
+
+    Raises:
+        ValueError: for a compiled loss that leaves one value per sample.
+    """
+    known = _known.setdefault(model, {})
+    key = (_kind_of(batch), *(id(part) for part in compiled_parts(model)))
+    if key not in known:
+        known[key] = _find(model, batch)
+    return known[key]
+
+
+# By model, by the kind of batch, and by what the model was compiled with.
+_known: "weakref.WeakKeyDictionary[keras.Model, dict[Any, Found]]"
+_known = weakref.WeakKeyDictionary()
+
+
+def _kind_of(batch: Any) -> Any:
+    leaves = tf.nest.flatten(batch, expand_composites=False)
+    return tuple(
+        None if x is None else (type(x), x.dtype, tuple(x.shape[1:])) for x in leaves
+    )
+
+
+def _find(model: keras.Model, batch: Any) -> Found:
+    for samples in (_SAMPLES, None):
+        try:
+            found = _traced(model, batch, samples)
+            break
+        except Exception:
+            if samples is None and not _eager_with_samples(batch):
+                raise
+    else:
+        # Eager code, which cannot be traced, tells by one sample what kinds there are.
+        found = _computed(model, take(batch, 0, 1), None)
+    if any(term.kind == "apart" for term in found.terms.compiled) and not (
+        has_own_compute_loss(model)
+    ):
+        raise ValueError(
+            "Received a loss with `reduction=None`: it leaves one value per sample, "
+            "which is no loss to minimise. Give it `reduction='sum_over_batch_size'` "
+            "or `reduction='sum'`."
+        )
+    return found
+
+
+def _eager_with_samples(batch: Any) -> bool:
+    return tf.executing_eagerly() and rows_of(batch) > 0
+
+
+def _traced(model: keras.Model, batch: Any, samples: int | None) -> Found:
+    found: list[Found] = []
+
+    def look(micro_batch: Any) -> None:
+        found.append(_computed(model, micro_batch, samples))
+
+    specs = tf.nest.map_structure(
+        lambda leaf: _spec(leaf, samples), batch, expand_composites=False
+    )
+    tf.function(look, autograph=False).get_concrete_function(specs)
+    return found[0]
+
+
+def _spec(leaf: Any, samples: int | None) -> Any:
+    if leaf is None or not isinstance(leaf, tf.Tensor):
+        return leaf if leaf is None else tf.type_spec_from_value(leaf)
+    return tf.TensorSpec([samples, *leaf.shape[1:]], leaf.dtype)
+
+
+def _computed(model: keras.Model, micro_batch: Any, samples: int | None) -> Found:
+    """What a training loss is made of, without an effect on any state of the model."""
+    x, y, sample_weight = micro_batch
+    reduced: list[tf.Tensor] = []
+    compiled: list[LossTerm] = []
+
+    def note(*described: Any) -> tf.Tensor:
+        *description, loss = described
+        term = describe(*description, rows=samples)
+        compiled.append(dataclasses.replace(term, weight=None))
+        reduced.append(loss_of_none(loss))
+        return reduced[-1]
+
+    with nothing_moves(model):
+        y_pred = call(model, x)
+        with listen_to_reductions(note):
+            total = compute_loss(model, x, y, y_pred, sample_weight)
+        added = call_losses(model)
+        with scalar_metrics(model) as scalars:
+            model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+    known = Understanding(frozenset(range(len(compiled))), True)
+    if has_own_compute_loss(model) and loss_weight_function(model) is None:
+        arguments = (x, y, y_pred, sample_weight)
+        known = understand(model, arguments, (total, reduced, added))
+    kinds = tuple(tf.TensorSpec(value.shape, value.dtype) for value in added)
+    return Found(Terms(tuple(compiled), kinds, *known), tuple(scalars))

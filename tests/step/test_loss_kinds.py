@@ -1,0 +1,264 @@
+"""What adds up, what averages, and what counts once, in both routes.
+
+The oracle is the large batch in plain Keras; the control, that the mean of micro-batches'
+means differs.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import assert_close, assert_differ, data, told
+from keras import layers
+
+import keras_accum as ka
+
+X, Y = data(13, outputs=3)
+SPLITS = {
+    "step": {"micro_batch_size": 4},
+    "two passes": {"micro_batch_size": 4, "two_pass": True},
+}
+
+
+class PerSample(layers.Layer):
+    """Adds a loss of one value per sample, of one or of more axes."""
+
+    def __init__(self, axis=-1):
+        super().__init__()
+        self.axis = axis
+
+    def call(self, inputs):
+        self.add_loss(0.1 * keras.ops.sum(inputs**2, axis=self.axis))
+        return inputs
+
+
+class Mean(layers.Layer):
+    """Adds a loss that is one value, a mean over samples."""
+
+    def call(self, inputs):
+        self.add_loss(keras.ops.mean(inputs**2))
+        return inputs
+
+
+def stack(*inside, regularizer=None):
+    keras.utils.set_random_seed(1)
+    dense = layers.Dense(4, "tanh", kernel_regularizer=regularizer)
+    return keras.Sequential([keras.Input((5,)), dense, *inside, layers.Dense(3)])
+
+
+def train(make, batch, optimizer=None, split=None, loss="mse", weights=None, **options):
+    """Weights and loss after an epoch in the order of the data."""
+    model = make()
+    if split:
+        ka.accumulate(model, **split)
+    model.compile(
+        optimizer or keras.optimizers.SGD(0.1), loss, jit_compile=False, **options
+    )
+    history = model.fit(
+        X, Y, batch_size=batch, sample_weight=weights, shuffle=False, verbose=0
+    )
+    return model.get_weights(), history.history["loss"][0]
+
+
+def check(make, split, **how):
+    found, loss = train(make, 13, split=split, **how)
+    expected, expected_loss = train(make, 13, **how)
+    assert_close(found, expected, 2e-6)
+    assert_close(loss, expected_loss, 2e-6)
+    return expected
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("axis", [-1, ()])
+def test_values_that_a_layer_adds_are_summed(split, axis, eager):
+    how = {"run_eagerly": eager}
+    expected = check(lambda: stack(PerSample(axis)), SPLITS[split], **how)
+    assert_differ(expected, train(stack, 13, **how)[0])
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_sum_a_mean_and_a_regularizer_in_one_loss(split):
+    check(lambda: stack(PerSample(), Mean(), regularizer="l2"), SPLITS[split])
+
+
+def test_a_model_that_trains_by_what_is_added_alone():
+    """As CTC does in a layer of its own."""
+
+    def make():
+        keras.utils.set_random_seed(1)
+        dense = layers.Dense(4, "tanh")
+        return keras.Sequential([keras.Input((5,)), dense, PerSample()])
+
+    check(make, SPLITS["step"], loss=None)
+
+
+def sums(**options):
+    return keras.losses.MeanSquaredError(reduction="sum", **options)
+
+
+def accumulating(reduction="mean", accum_steps=4):
+    return ka.AccumOptimizer(keras.optimizers.SGD(0.01), accum_steps, reduction=reduction)
+
+
+def test_a_regularizer_of_a_sum_counts_once():
+    def make():
+        return stack(regularizer=keras.regularizers.L2(0.3))
+
+    expected, _ = train(make, 13, keras.optimizers.SGD(0.01), loss=sums())
+    # Windows of 4, 4, 4 and 1, and again: the second begins anew.
+    found, _ = train(make, 4, accumulating("sum"), loss=sums())
+    assert_close(found, expected, 2e-6)
+    assert_differ(found, train(stack, 4, accumulating("sum"), loss=sums())[0])
+
+
+def test_both_routes_at_once_count_a_regularizer_of_a_sum_once():
+    def make():
+        return stack(regularizer=keras.regularizers.L2(0.3))
+
+    split = {"micro_batch_size": 2}
+    found, _ = train(make, 7, accumulating("sum", 2), split, loss=sums())
+    expected, _ = train(make, 13, keras.optimizers.SGD(0.01), loss=sums())
+    assert_close(found, expected, 2e-6)
+
+
+def test_a_window_that_weighs_nothing_still_has_its_regularizer():
+    def make():
+        return stack(regularizer=keras.regularizers.L2(0.3))
+
+    def loss():
+        return keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+
+    nothing = np.zeros(13, "float32")
+    how = {"loss": loss(), "weights": nothing}
+    expected, _ = train(make, 13, keras.optimizers.SGD(0.01), **how)
+    assert_differ(expected, make().get_weights())
+    for steps, batch, split in ((4, 4, None), (1, 13, None), (1, 13, SPLITS["step"])):
+        found, _ = train(make, batch, accumulating(accum_steps=steps), split, **how)
+        assert_close(found, expected)
+    # Among others, what weighs nothing adds nothing.
+    nothing[:4] = 1.0
+    expected, _ = train(make, 13, keras.optimizers.SGD(0.01), **how)
+    found, _ = train(make, 4, accumulating(), **how)
+    assert_close(found, expected)
+
+
+def test_a_mean_is_refused_where_gradients_are_added_up():
+    with pytest.raises(ValueError) as caught:
+        train(stack, 4, accumulating("sum"))
+    assert str(caught.value) == (
+        "Received a loss that is a mean in an optimizer with `reduction='sum'`, which "
+        "would add up the means of the micro-batches. Leave `reduction` out: "
+        "`AccumOptimizer(..., reduction='mean')` takes their weighted mean; or give the "
+        "loss `reduction='sum'`."
+    )
+
+
+@pytest.mark.parametrize(
+    ("inside", "reduction", "words"),
+    [
+        (PerSample, "mean", "passes more than one value to `add_loss`"),
+        (Mean, "sum", "which an optimizer with `reduction='sum'` adds up"),
+    ],
+)
+def test_the_optimizer_warns_of_added_losses_of_another_kind(inside, reduction, words):
+    loss = sums() if reduction == "sum" else "mse"
+    with pytest.warns(UserWarning, match=words):
+        train(lambda: stack(inside()), 4, accumulating(reduction), loss=loss)
+
+
+def valid(y, y_pred):
+    """The losses of those samples alone whose target is positive."""
+    return tf.boolean_mask(tf.reduce_mean(tf.square(y - y_pred), -1), y[:, 0] > 0)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_loss_weighs_by_what_it_returns(eager):
+    assert len(set((Y[:12, 0] > 0).reshape(3, 4).sum(1))) > 1
+    check(stack, SPLITS["step"], loss=valid, run_eagerly=eager)
+    expected, _ = train(stack, 13, keras.optimizers.SGD(0.01), loss=valid)
+    found, _ = train(stack, 4, accumulating(), loss=valid, run_eagerly=eager)
+    assert_close(found, expected)
+
+
+def test_a_micro_batch_for_which_a_loss_returns_nothing():
+    targets = np.abs(Y)
+    targets[4:8] *= -1
+    for eager in (False, True):
+        model = ka.accumulate(stack(), micro_batch_size=4)
+        plain = stack()
+        for each in (model, plain):
+            each.compile("sgd", valid, run_eagerly=eager, jit_compile=False)
+        logs = model.train_on_batch(X, targets)
+        assert_close(logs, plain.train_on_batch(X, targets))
+        assert_close(model.get_weights(), plain.get_weights())
+
+
+def root_mean_squared(y, y_pred):
+    return keras.ops.sqrt(keras.ops.mean((y - y_pred) ** 2))
+
+
+def test_a_metric_of_the_whole_batch_is_named():
+    expected = (
+        "The metric 'root_mean_squared' returns one number for a batch. It is computed "
+        "for each micro-batch, and the mean of those is shown, not the value of the "
+        "batch. Return one value per sample; or pass `two_pass=True`, with which metrics "
+        "see the whole batch."
+    )
+
+    def run(split):
+        model = stack()
+        ka.accumulate(model, **split)
+        model.compile("sgd", "mse", metrics=[root_mean_squared], jit_compile=False)
+        return model.train_on_batch(X, Y, return_dict=True)["root_mean_squared"]
+
+    with pytest.warns(UserWarning) as caught:
+        split = run({"micro_batch_size": 4})
+    assert told(caught) == [expected]
+    whole = run(SPLITS["two passes"])
+    assert_close(whole, run({"micro_batch_size": 13}))
+    assert_differ(split, whole, by=1e-4)
+
+
+def test_windows_of_unlike_lengths_weigh_by_their_tokens():
+    rng = np.random.default_rng(0)
+    batches = [(rng.integers(1, 11, (4, n)), rng.integers(0, 11, (4, n))) for n in (3, 9)]
+
+    def make():
+        keras.utils.set_random_seed(2)
+        tokens = keras.Input((None,), dtype="int32")
+        return keras.Sequential([tokens, layers.Embedding(11, 4), layers.Dense(11)])
+
+    def loss(**options):
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
+
+    plain = make()
+    values = [v.value for v in plain.trainable_variables]
+    with tf.GradientTape() as tape:
+        each = [tf.reshape(loss(reduction=None)(y, plain(x)), [-1]) for x, y in batches]
+        total = tf.reduce_mean(tf.concat(each, 0))
+    gradients = [tf.convert_to_tensor(g) for g in tape.gradient(total, values)]
+    keras.optimizers.SGD(0.5).apply(gradients, plain.trainable_variables)
+    for eager in (True, False):
+        model = ka.accumulate(make(), micro_batch_size=2)
+        optimizer = ka.AccumOptimizer(keras.optimizers.SGD(0.5), 2)
+        model.compile(optimizer, loss(), run_eagerly=eager, jit_compile=False)
+        for x, y in batches:
+            model.train_on_batch(x, y)
+        assert_close(model.get_weights(), plain.get_weights())
+    assert_differ(plain.get_weights(), make().get_weights())
+
+
+def test_two_passes_keep_float64():
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        found, expected = [
+            train(lambda: stack(Mean(), PerSample()), 13, split=split, run_eagerly=True)[
+                0
+            ]
+            for split in (SPLITS["two passes"], None)
+        ]
+    finally:
+        keras.config.set_floatx("float32")
+    assert_close(found, expected, 1e-13)

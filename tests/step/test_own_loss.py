@@ -1,0 +1,217 @@
+"""A `compute_loss` of the user's: exact where that can be known, else one warning.
+
+What can be known: the loss is a plain sum of Keras losses, and made-up samples have the
+same loss at once and split.
+"""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import assert_close, assert_differ, data, told
+from text_models import cross_entropy, token_model, tokens
+
+import keras_accum as ka
+
+X, Y = data(12, outputs=3)
+WEIGHTS = np.arange(12, dtype="float32")
+WARNING = (
+    "This model has a `compute_loss` of its own, and what it divides by cannot be known. "
+    "Micro-batches weigh by their samples, a mean over samples. For another denominator, "
+    "define `compute_loss_weight(self, x, y, y_pred, sample_weight)` on the model; for any "
+    "loss of the predictions, `accumulate(model, ..., two_pass=True)` is exact."
+)
+mse = keras.losses.MeanSquaredError
+
+
+class Super(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **kwargs):
+        return super().compute_loss(x, y, y_pred, sample_weight, **kwargs)
+
+
+class Scaled(keras.Model):
+    """Keras's own loss, times a constant, and another one."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **kwargs):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, **kwargs)
+        return 2.0 * loss + keras.losses.MeanAbsoluteError()(y, y_pred) / 3.0
+
+
+class Sums(keras.Model):
+    """A sum of Keras's, as it is."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **kwargs):
+        return 0.1 * mse(reduction="sum")(y, y_pred) + keras.ops.sum(self.losses)
+
+
+class SumOverSamples(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **kwargs):
+        samples = keras.ops.cast(keras.ops.shape(y)[0], "float32")
+        return mse(reduction="sum")(y, y_pred) / samples
+
+
+class Normalized(keras.Model):
+    """Divides the weights by their sum, as detection heads do by their matches."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **kwargs):
+        weights = sample_weight / keras.ops.sum(sample_weight)
+        return super().compute_loss(x, y, y_pred, weights, **kwargs)
+
+
+class Coupled(keras.Model):
+    """In-batch negatives: a Keras loss of what depends on all samples."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **kwargs):
+        logits = keras.ops.matmul(y_pred, keras.ops.transpose(y_pred))
+        labels = keras.ops.arange(keras.ops.shape(logits)[0])
+        return cross_entropy()(labels, logits)
+
+
+class OwnMean(keras.Model):
+    """TensorFlow's guide to distributed training, with the weight that it divides by."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **kwargs):
+        each = mse(reduction="none")(y, y_pred)
+        return keras.ops.sum(each * sample_weight) / keras.ops.sum(sample_weight)
+
+    def compute_loss_weight(self, x, y, y_pred, sample_weight):
+        return keras.ops.sum(sample_weight)
+
+
+LOSSES = {"Sums": "mse", "Normalized": mse(reduction="sum")}
+
+
+def train(kind, split=None, batch=12, steps=1):
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((5,))
+    dense = keras.layers.Dense(3, kernel_regularizer=keras.regularizers.L2(0.01))
+    model = kind(inputs, dense(inputs))
+    if split:
+        ka.accumulate(model, **split)
+    optimizer = keras.optimizers.SGD(0.01)
+    if steps > 1:
+        optimizer = ka.AccumOptimizer(optimizer, steps)
+    model.compile(optimizer, LOSSES.get(kind.__name__, "mse"), jit_compile=False)
+    model.fit(X, Y, sample_weight=WEIGHTS, batch_size=batch, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("kind", [Super, Scaled, Sums, OwnMean])
+def test_what_is_understood_is_exact_without_a_word(kind):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = train(kind, {"micro_batch_size": 5})
+    assert_close(found, train(kind), 2e-6)
+
+
+@pytest.mark.parametrize("kind", [SumOverSamples, Normalized, Coupled])
+def test_what_is_not_understood_is_told_once(kind):
+    with pytest.warns(UserWarning) as caught:
+        found = train(kind, {"micro_batch_size": 5})
+    assert told(caught) == [WARNING]
+    expected = train(kind)
+    if kind is SumOverSamples:  # A mean over samples, which is what is taken.
+        assert_close(found, expected, 3e-6)
+    else:
+        assert_differ(found, expected)
+    assert_close(train(kind, {"micro_batch_size": 5, "two_pass": True}), expected, 3e-6)
+
+
+def test_the_optimizer_weighs_by_the_hook_too():
+    assert_close(train(OwnMean, batch=5, steps=3), train(OwnMean), 2e-6)
+    assert_close(train(Super, batch=5, steps=3), train(Super), 2e-6)
+    with pytest.warns(UserWarning) as caught:
+        train(Normalized, batch=5, steps=3)
+    assert told(caught) == [WARNING]
+
+
+def test_masked_tokens_of_an_override_are_weighted_by_themselves():
+    class Texts(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inside = token_model()
+
+        def call(self, x):
+            return self.inside(x)
+
+        def compute_loss(self, x, y, y_pred, sample_weight=None, **kwargs):
+            return super().compute_loss(x, y, y_pred, sample_weight, **kwargs)
+
+    x, y = tokens()
+    found = []
+    for split in ({"micro_batch_size": 4}, None):
+        model = Texts()
+        model(x[:1])
+        if split:
+            ka.accumulate(model, **split)
+        model.compile(keras.optimizers.SGD(0.5), cross_entropy(), jit_compile=False)
+        model.train_on_batch(x, y)
+        found.append(model.get_weights())
+    assert_close(*found)
+
+
+def test_a_train_step_that_calls_a_loss_object():
+    class Own(keras.Model):
+        loss_fn = mse()
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.loss_fn(y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_weights)
+            self.optimizer.apply(gradients, self.trainable_weights)
+            return {"loss": loss}
+
+    def run(optimizer, batch, **options):
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((5,))
+        model = Own(inputs, keras.layers.Dense(3)(inputs))
+        model.compile(optimizer, **options)
+        x, y = data(13)
+        model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    expected = run(keras.optimizers.SGD(0.1), 13)
+    for options in ({"jit_compile": False}, {"run_eagerly": True}):
+        optimizer = ka.AccumOptimizer(keras.optimizers.SGD(0.1), 4)
+        assert_close(run(optimizer, 4, **options), expected)
+
+
+def test_a_loop_whose_weight_nothing_tells_is_told_once():
+    optimizer = ka.AccumOptimizer(keras.optimizers.SGD(0.1), 2)
+    variable = keras.Variable([1.0, 2.0])
+    expected = (
+        "The weight of a micro-batch is not known: no Keras loss, or more than one, was "
+        "computed since the last `apply`. Each counts as 1, which is the large batch if "
+        "all divide by the same. Else pass what the loss divides by: "
+        "`optimizer.apply(gradients, variables, weight=...)`."
+    )
+    with pytest.warns(UserWarning) as caught:
+        for _ in range(3):
+            optimizer.apply([tf.constant([1.0, 1.0])], [variable])
+    assert told(caught) == [expected]
+    quiet = (
+        (ka.AccumOptimizer("sgd", 1), None),
+        (ka.AccumOptimizer("sgd", 2, reduction="sum"), None),
+        (ka.AccumOptimizer("sgd", 2), 3.0),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for optimizer, weight in quiet:
+            optimizer.apply([tf.constant([1.0, 1.0])], [variable], weight=weight)
+
+
+def test_a_loss_of_validation_is_not_a_micro_batchs():
+    optimizer = ka.AccumOptimizer(keras.optimizers.SGD(1.0), 2)
+    variable = keras.Variable([1.0])
+    optimizer.build([variable])
+    loss_fn, ones = mse(), np.ones((3, 1), "float32")
+    for target in (ones, 4 * ones[:1]):
+        with tf.GradientTape() as tape:
+            loss = loss_fn(target, tf.ones((len(target), 1)) * variable.value)
+        loss_fn(ones, ones)  # No tape sees it.
+        optimizer.apply(tape.gradient(loss, [variable.value]), [variable])
+    # Σ w g / Σ w with weights 3 and 1 and gradients 0 and -6.
+    assert_close(variable, np.array([1.0 + 6 / 4]))
