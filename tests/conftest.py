@@ -13,6 +13,36 @@ gc.collect()
 gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark as slow what `slow_in` names, before `-m` chooses."""
+    for item in items:
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        for marker in item.iter_markers("slow_in"):
+            if any(str(p) in marker.args for p in parameters):
+                item.add_marker("slow")
+
+
+class LongFirst:
+    """Orders tests so that two processes both begin with those that take minutes."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        long = [item for item in items if is_long(item)]
+        rest = [item for item in items if not is_long(item)]
+        middle = len(items) // 2 - len(long[::2])
+        items[:] = [*long[::2], *rest[:middle], *long[1::2], *rest[middle:]]
+
+
+def is_long(item):
+    """Whether a test starts processes of its own, which import TensorFlow again."""
+    return "distribution" in item.path.parts or item.path.name == "test_examples.py"
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(LongFirst())
+
+
 @pytest.fixture(autouse=True)
 def fresh_keras():
     """Undo what a test may set globally, so that no test sees another."""

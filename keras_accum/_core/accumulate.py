@@ -136,7 +136,7 @@ def _weighted(loss_fn: Callable[[Any], Any]) -> Callable[[Any, tf.Tensor], Any]:
         # For the loss function, AutoGraph: this package's own code does without.
         loss_fn = tf.function(loss_fn)
 
-    def loss_of(micro_batch: Any, rows: tf.Tensor) -> tuple[Any, Any, list]:
+    def loss_of(micro_batch: Any, rows: tf.Tensor) -> tuple[Any, Any, list[Any]]:
         result = loss_fn(micro_batch)
         loss, weight = result if isinstance(result, (tuple, list)) else (result, None)
         return loss, weight, []

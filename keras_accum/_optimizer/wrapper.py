@@ -789,7 +789,9 @@ class AccumOptimizer(LossScaleOptimizer):
         """
         return [name for name in super().__dir__() if name != "inner_optimizer"]
 
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict:
+    def _trackable_children(
+        self, save_type: str = "checkpoint", **kwargs: Any
+    ) -> dict[str, Any]:
         """What `tf.train.Checkpoint` saves: the inner's state, and then the window's.
 
         As in `save_own_variables`, so that a checkpoint of the inner optimizer loads.

@@ -72,7 +72,9 @@ def variables(model: keras.Model) -> list[keras.Variable]:
     return list({id(variable): variable for variable in found}.values())
 
 
-def _contents(metric: keras.metrics.Metric) -> tuple[dict[str, Any], dict[str, list]]:
+def _contents(
+    metric: keras.metrics.Metric,
+) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """The attributes of a metric, and what its lists hold: some build them in a step."""
     attributes = dict(vars(metric))
     lists = {k: list(v) for k, v in attributes.items() if type(v) is list}
@@ -80,7 +82,7 @@ def _contents(metric: keras.metrics.Metric) -> tuple[dict[str, Any], dict[str, l
 
 
 def _restore(
-    metric: keras.metrics.Metric, contents: tuple[dict[str, Any], dict[str, list]]
+    metric: keras.metrics.Metric, contents: tuple[dict[str, Any], dict[str, list[Any]]]
 ) -> None:
     attributes, lists = contents
     vars(metric).clear()

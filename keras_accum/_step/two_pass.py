@@ -204,7 +204,7 @@ def _unpack(y_pred: Any) -> list[tf.Tensor]:
 
 def _describe(
     model: keras.Model, x: Any
-) -> tuple[list, _Masks, list[keras.Variable], list[tf.Tensor]]:
+) -> tuple[list[Any], _Masks, list[keras.Variable], list[tf.Tensor]]:
     """Types and shapes of the predictions and masks; what else a call leaves.
 
     That is: the variables that it moves, and the losses that layers add in it.
