@@ -12,7 +12,7 @@ from .._backend.private.losses import (
     is_a_part,
     listen_to_reductions,
     regularization,
-    take_heard_loss,
+    take_heard_losses,
 )
 from .._backend.private.models import build_compiled
 from .._batch_norm import pool_first_or_next
@@ -103,17 +103,8 @@ def heard_weight() -> tf.Tensor | None:
 
     None if there were several, or none, or what it was divided by is not known here.
     """
-    count, reduction = take_heard_loss()
-    if count != 1 or not _is_here(reduction[0]):
+    losses = take_heard_losses()
+    if len(losses) != 1:
         return None
-    term = describe(*reduction)
+    term = describe(*losses[0])
     return term.weight if term.kind == "mean" else None
-
-
-def _is_here(tensor: Any) -> bool:
-    """Whether what is computed now can use `tensor`."""
-    if not tf.is_tensor(tensor) or not tf.is_symbolic_tensor(tensor):
-        return True
-    return not tf.executing_eagerly() and (
-        tensor.graph is tf.compat.v1.get_default_graph()
-    )

@@ -172,7 +172,7 @@ LOUD = {
     "losses.observe_training_losses": "replaces `_compute_loss`, which has a canary",
     "losses.parts_of_a_window": "sets what is this package's",
     "losses.regularization": "calls methods, or raises",
-    "losses.take_heard_loss": "asks what is this package's",
+    "losses.take_heard_losses": "asks what is this package's",
     "losses.track_loss": "is what `tracked_apart` calls",
     "models.build_compiled": "else Keras builds them, and a step is traced twice",
     "models.build_for": "calls `_symbolic_build`, which has a canary",

@@ -9,8 +9,9 @@ that Keras has its own functions again.
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -22,6 +23,18 @@ from ..attribute_patch import AttributePatch
 from .layers import flatten_layers
 
 
+class _Heard(NamedTuple):
+    """A loss that may become a gradient: as long as somebody has it, where it is."""
+
+    loss: "weakref.ref[Any]"
+    graph: Any
+    reduction: tuple[Any, ...]
+
+    @property
+    def can_be_used(self) -> bool:
+        return self.loss() is not None and self.graph is _here()
+
+
 class _Listening(threading.local):
     """What is listened to in this thread; a strategy runs each replica in its own.
 
@@ -29,13 +42,13 @@ class _Listening(threading.local):
         listener: gets each reduction; None if nobody listens.
         undivided: means that Keras computes as on one device; None if it divides them.
         is_part: whether losses are those of parts, whose gradients never reach `apply`.
-        heard: how many losses a tape recorded with nobody listening, and the last one.
+        heard: the last losses that a tape recorded with nobody listening.
     """
 
     listener: Callable[..., Any] | None = None
     undivided: list[Any] | None = None
     is_part = False
-    heard: tuple[int, tuple[Any, ...]] = (0, ())
+    heard: tuple["_Heard", ...] = ()
 
 
 _listening = _Listening()
@@ -141,14 +154,19 @@ def is_listening() -> bool:
     return _listening.listener is not None
 
 
-def take_heard_loss() -> tuple[int, tuple[Any, ...]]:
-    """How many losses tapes have recorded with nobody listening since the last call.
+def take_heard_losses() -> list[tuple[Any, ...]]:
+    """The losses that tapes have recorded with nobody listening since the last call.
 
-    And the last one: its values, sample weight, mask and reduction.
+    Of each its values, sample weight, mask and reduction. At most a few; those of other
+    graphs, and those that are gone, are left out.
     """
-    found = _listening.heard
-    _listening.heard = (0, ())
+    found = [heard.reduction for heard in _listening.heard if heard.can_be_used]
+    _listening.heard = ()
     return found
+
+
+def _here() -> Any:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 @contextlib.contextmanager
@@ -188,8 +206,8 @@ def _with_listener(reduce: Callable[..., Any]) -> Callable[..., Any]:
         if (listener := _listening.listener) is not None:
             return listener(*reduced, loss)
         if record.could_possibly_record():  # Else it is validation's, for example.
-            count, _ = _listening.heard
-            _listening.heard = (count + 1, reduced)
+            heard = _Heard(weakref.ref(loss), _here(), reduced)
+            _listening.heard = (*_listening.heard[-3:], heard)
         return loss
 
     return reduce_and_tell
