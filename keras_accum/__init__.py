@@ -3,7 +3,10 @@
 One update over a window of micro-batches is one step on the large batch.
 """
 
+__version__ = "0.1.0"  # Before the imports, whose errors name it.
+
 from ._batch_norm import AccumBatchNormalization as AccumBatchNormalization
+from ._batch_norm import replace_batch_normalization as replace_batch_normalization
 from ._callbacks import AccumulationMonitor as AccumulationMonitor
 from ._core.accumulate import accumulate_gradients as accumulate_gradients
 from ._optimizer.wrapper import AccumOptimizer as AccumOptimizer
@@ -19,5 +22,3 @@ from ._schedules import NominalBatchSize as NominalBatchSize
 from ._schedules import scale_learning_rate as scale_learning_rate
 from ._step.model import GradientAccumulationModel as GradientAccumulationModel
 from ._step.model import accumulate as accumulate
-
-__version__ = "0.1.0"

@@ -13,7 +13,12 @@ import tensorflow as tf
 
 from ._backend import replica
 from ._backend.private import canaries
-from ._backend.private.layers import flatten_layers, renormalizes
+from ._backend.private.layers import (
+    flatten_layers,
+    renormalizes,
+    taking_more_weights,
+)
+from ._backend.private.versions import legacy_hint
 from ._recompute.passes import is_repeated
 
 
@@ -33,13 +38,7 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):
     it ended there. One call per training step is pooled; a layer that is called several
     times in a step pools its last.
 
-    To convert a model with its weights (a checkpoint of it is loaded before):
-
-    ```python
-    model = keras.models.clone_model(
-        model, clone_function=AccumBatchNormalization.convert
-    )
-    ```
+    `replace_batch_normalization` puts it into a model that exists.
 
     Args:
         **kwargs: as for `keras.layers.BatchNormalization`.
@@ -62,31 +61,14 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):
             )
         self._last = _Call()
 
-    @classmethod
-    def convert(cls, layer: keras.layers.Layer) -> keras.layers.Layer:
-        """Put this layer in the place of a BatchNormalization, with its weights.
-
-        Args:
-            layer: any layer.
-
-        Returns:
-            A new `AccumBatchNormalization` for a BatchNormalization, a new layer of its
-            own class for any other; with its config and, if it is built, its weights.
-        """
-        plain = type(layer) is keras.layers.BatchNormalization
-        kind = cls if plain else type(layer)
-        converted = kind.from_config(layer.get_config())
-        if layer.built and layer.weights:
-            converted.build_from_config(layer.get_build_config())
-            for variable, value in zip(converted.weights, layer.get_weights()):
-                variable.assign(value)
-        return converted
-
     def build(self, input_shape: Any) -> None:
         """Create the weights of BatchNormalization, and those of the window."""
         canaries.check()
         super().build(input_shape)
-        shape = (input_shape[self.axis],)
+        self._add_window_weights()
+
+    def _add_window_weights(self) -> None:
+        shape = tuple(self.moving_mean.shape)
 
         def window_weight(name: str, shape: tuple[int, ...]) -> keras.Variable:
             return self.add_weight(
@@ -155,6 +137,97 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):
         for variable, start, value in zip(moving, base, pooled):
             start = tf.convert_to_tensor(start)
             variable.assign(start * self.momentum + value * (1.0 - self.momentum))
+
+
+def replace_batch_normalization(
+    model: keras.Model, *, freeze: bool = False
+) -> keras.Model:
+    """Have each BatchNormalization of a model that exists pool its statistics.
+
+    ```python
+    model = keras.applications.ResNet50(weights="imagenet")
+    model = accumulate(replace_batch_normalization(model), micro_batch_size=4)
+    ```
+
+    Works in place, at any depth: in functional, Sequential and nested models, and in
+    layers that others hold in an attribute. Each `keras.layers.BatchNormalization`
+    becomes an `AccumBatchNormalization`; it keeps its name, its weights, whether it is
+    trained, and its place in the model, so that predictions are the same to the bit. A
+    checkpoint of the model as it was has to be loaded before. Compile afterwards.
+
+    Training still normalises each micro-batch by its own statistics. With `freeze=True`
+    nothing is replaced: the layers are frozen, normalise by the statistics that they
+    have, and do not couple the samples of a batch any longer. Accumulation is then that
+    of the large batch with the same layers frozen, which suits fine-tuning.
+
+    Args:
+        model: any Keras model that is built.
+        freeze: freeze the layers instead, those of subclasses of BatchNormalization too.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        TypeError: if it is no `keras.Model`.
+        ValueError: if the model, or a BatchNormalization in it, is not built; and, unless
+            `freeze`, for one with `renorm=True`, one of a subclass, or one that
+            `recompute` has switched on.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"`model` must be a `keras.Model`. Received: {model!r}{legacy_hint(model)}"
+        )
+    if not model.built:
+        raise ValueError(
+            f"'{model.name}' is not built: layers that it makes when it is built could "
+            "not be replaced. Call it on a sample before, `model(x[:1])`."
+        )
+    canaries.check()
+    kind = keras.layers.BatchNormalization
+    found = [layer for layer in flatten_layers(model) if isinstance(layer, kind)]
+    plain = [x for x in found if not isinstance(x, AccumBatchNormalization)]
+    if not freeze:
+        for layer in plain:
+            _check_replaceable(layer)
+        with model.distribute_strategy.scope():
+            for layer in plain:
+                _replace(layer)
+    for layer in found if freeze else ():
+        layer.trainable = False
+    model.train_function = None
+    return model
+
+
+def _check_replaceable(layer: keras.layers.BatchNormalization) -> None:
+    name = f"'{layer.name}'"
+    if type(layer) is not keras.layers.BatchNormalization:
+        raise ValueError(
+            f"{name} is a {type(layer).__name__}, a subclass of BatchNormalization, "
+            "whose statistics may be its own. Derive it from AccumBatchNormalization, or "
+            "write `replace_batch_normalization(model, freeze=True)`."
+        )
+    if renormalizes(layer):
+        raise ValueError(
+            f"{name} has `renorm=True`, whose statistics AccumBatchNormalization does "
+            "not pool. Write `replace_batch_normalization(model, freeze=True)`."
+        )
+    if not layer.built:
+        raise ValueError(
+            f"{name} is not built. Call the model on a sample before, `model(x[:1])`."
+        )
+    if "call" in vars(layer):
+        raise ValueError(
+            f"The call of {name} is recomputed. Call `recompute` after "
+            "`replace_batch_normalization`."
+        )
+
+
+def _replace(layer: keras.layers.BatchNormalization) -> None:
+    """Make `layer` an AccumBatchNormalization, in whatever holds it and calls it."""
+    layer.__class__ = AccumBatchNormalization
+    with taking_more_weights(layer):
+        layer._add_window_weights()
+    layer._last = _Call()
 
 
 class _Call:

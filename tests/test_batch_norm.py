@@ -360,55 +360,206 @@ def test_it_begins_with_the_weights_of_batch_normalization():
     assert [w.name for w in ours.trainable_weights] == ["gamma", "beta"]
 
 
-# ------------------------------------------------------------------ conversion and config
+# ----------------------------------------------------------------- in a model that exists
 
 
-def trained(options=None):
+class Holds(keras.Model):
+    """Holds layers in attributes, a list and a dictionary."""
+
+    def __init__(self):
+        super().__init__(name="holds")
+        self.norm = PLAIN(name="norm", momentum=0.6)
+        self.parts = [PLAIN(name="second", momentum=0.6), keras.layers.Dense(3)]
+        self.more = {"third": PLAIN(name="third", momentum=0.6)}
+
+    def call(self, x, training=None):
+        return self.parts[1](self.more["third"](self.parts[0](self.norm(x))))
+
+
+def functional():
+    inputs = keras.Input((5,))
+    norm = PLAIN(name="norm", momentum=0.6)(inputs)
+    shared = PLAIN(name="second", momentum=0.6, center=False)
+    dense = keras.layers.Dense(3, activation="tanh")(shared(norm))
+    return keras.Model(inputs, keras.layers.add([dense, keras.layers.Dense(3)(norm)]))
+
+
+def nested():
+    inner = functional()
+    outer = [keras.Input((5,)), inner, PLAIN(momentum=0.6), keras.layers.Dense(3)]
+    return keras.Sequential(outer)
+
+
+def recomputed():
+    block = keras.Sequential([PLAIN(name="norm", momentum=0.6), keras.layers.Dense(4)])
+    parts = [keras.Input((5,)), ka.Recompute(block), keras.layers.Dense(3)]
+    return keras.Sequential(parts)
+
+
+def sequential():
+    return model_of(PLAIN, momentum=0.6)
+
+
+KINDS = (sequential, functional, nested, Holds, recomputed)
+
+
+def norms(model):
+    layers = model._flatten_layers()
+    return [layer for layer in layers if isinstance(layer, PLAIN)]
+
+
+def trained(make):
+    """A model whose statistics and weights are those of some training."""
     x, y = shifted()
-    return large_batch(x, y, 11, 2, **(options or {}))
+    keras.utils.set_random_seed(1)
+    model = make()
+    model(x[:1])
+    return fit_eagerly(model, x, y)
+
+
+def fit_eagerly(model, x, y, epochs=1):
+    compile_in(model, "eager", sgd())
+    fit(model, x, y, 11, epochs)
+    return model
+
+
+@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
+def test_replaced_layers_predict_to_the_bit_and_pool_their_statistics(make):
+    x, y = shifted()
+    models = {name: trained(make) for name in ("large", "pooled", "plain")}
+    pooled = models["pooled"]
+    before, layers = pooled.predict(x, verbose=0), norms(pooled)
+    names = [w.path for w in pooled.trainable_weights]
+    assert ka.replace_batch_normalization(pooled) is pooled
+    assert_equal(pooled.predict(x, verbose=0), before)
+    assert_equal(before, models["large"].predict(x, verbose=0))
+    assert [w.path for w in pooled.trainable_weights] == names
+    assert norms(pooled) == layers
+    assert {type(layer) for layer in layers} == {POOLED}
+    # The statistics of "norm" are those of the data, whatever the weights.
+    for name, model in models.items():
+        if name != "large":
+            ka.accumulate(model, accum_steps=3)
+        fit_eagerly(model, x, y)
+    held = {name: moving_inside(model) for name, model in models.items()}
+    assert_close(held["pooled"], held["large"], STATISTICS)
+    assert_differ(held["plain"], held["large"])
+
+
+def moving_inside(model):
+    (norm,) = [layer for layer in norms(model) if layer.name == "norm"]
+    return [norm.moving_mean.numpy(), norm.moving_variance.numpy()]
+
+
+def test_a_model_with_replaced_layers_saves_and_loads(tmp_path):
+    x, y = shifted()
+    model = ka.replace_batch_normalization(trained(nested))
+    fit_eagerly(ka.accumulate(model, accum_steps=3), x, y)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert {type(layer) for layer in norms(loaded)} == {POOLED}
+    assert_equal(loaded.get_weights(), model.get_weights())
+    assert_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
+
+
+def test_a_replaced_layer_keeps_its_settings_and_stays_frozen():
+    model = functional()
+    norm = model.get_layer("second")
+    norm.trainable, config = False, norm.get_config()
+    ka.replace_batch_normalization(model)
+    assert model.get_layer("second") is norm and type(norm) is POOLED
+    assert norm.get_config() == {**config, "trainable": False}
+    assert not norm.trainable_weights and norm.beta is None
+    ka.replace_batch_normalization(model)  # The second time, nothing is left to do.
+    assert len(norm.weights) == 3 + 5
+
+
+@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
+def test_with_its_layers_frozen_a_model_accumulates_as_the_large_batch(make):
+    x, y = shifted()
+    models = {name: trained(make) for name in ("large", "accumulating", "control")}
+    for name, model in models.items():
+        if name != "control":
+            ka.replace_batch_normalization(model, freeze=True)
+        if name != "large":
+            ka.accumulate(model, accum_steps=3)
+        fit_eagerly(model, x, y, 2)
+    weights = {name: model.get_weights() for name, model in models.items()}
+    assert {type(layer) for layer in norms(models["accumulating"])} == {PLAIN}
+    assert_close(weights["accumulating"], weights["large"], 2e-6)
+    assert_differ(weights["control"], weights["large"])
+
+
+class Own(PLAIN):
+    pass
 
 
 @pytest.mark.parametrize(
-    "options", [{"momentum": 0.6, "epsilon": 0.1}, {"center": False, "scale": False}]
+    ("make", "message"),
+    [
+        (
+            lambda: Holds(),
+            "'holds' is not built: layers that it makes when it is built could not be "
+            "replaced. Call it on a sample before, `model(x[:1])`.",
+        ),
+        (
+            lambda: model_of(Own),
+            "'norm' is a Own, a subclass of BatchNormalization, whose statistics may be "
+            "its own. Derive it from AccumBatchNormalization, or write "
+            "`replace_batch_normalization(model, freeze=True)`.",
+        ),
+        (
+            lambda: recomputing("norm"),
+            "The call of 'norm' is recomputed. Call `recompute` after "
+            "`replace_batch_normalization`.",
+        ),
+        pytest.param(
+            lambda: model_of(PLAIN, renorm=True),
+            "'norm' has `renorm=True`, whose statistics AccumBatchNormalization does not "
+            "pool. Write `replace_batch_normalization(model, freeze=True)`.",
+            marks=since_keras("3.14", "BatchNormalization(renorm=True)"),
+        ),
+    ],
+    ids=["unbuilt", "subclass", "recomputed", "renorm"],
 )
-def test_a_model_is_converted_with_its_weights(options):
-    x, _ = shifted()
-    model = trained(options)
-    converted = keras.models.clone_model(model, clone_function=POOLED.convert)
-    norm = converted.get_layer("norm")
-    assert type(norm) is POOLED
-    count = len(model.get_layer("norm").weights)
-    assert_equal(norm.get_weights()[:count], model.get_layer("norm").get_weights())
-    converted.get_layer("dense").set_weights(model.get_layer("dense").get_weights())
-    assert_equal(converted.predict(x, verbose=0), model.predict(x, verbose=0))
-    config = model.get_layer("norm").get_config()
-    assert {k: v for k, v in norm.get_config().items() if k in config} == config
+def test_what_cannot_be_replaced_is_refused(make, message):
+    model = make()
+    kinds = [type(layer) for layer in norms(model)]
+    refuse = ka.replace_batch_normalization
+    assert_refused(lambda: refuse(model), ValueError, message)
+    assert [type(layer) for layer in norms(model)] == kinds
 
 
-def test_every_kind_of_layer_in_a_converted_model_keeps_its_weights():
-    """As the docstring says: a model with its weights."""
-    x, _ = shifted()
-    model = trained()
-    converted = keras.models.clone_model(model, clone_function=POOLED.convert)
-    assert_equal(converted.predict(x, verbose=0), model.predict(x, verbose=0))
+def recomputing(name):
+    model = functional()
+    ka.recompute(model, name)
+    return model
 
 
-def test_a_layer_that_is_not_built_and_one_of_another_kind_are_converted_too():
-    assert type(POOLED.convert(PLAIN(momentum=0.3))) is POOLED
-    assert POOLED.convert(PLAIN(momentum=0.3)).momentum == 0.3
-    other = keras.layers.Dense(3, "tanh", name="dense")
-    copy = POOLED.convert(other)
-    assert copy is not other
-    assert copy.get_config() == other.get_config()
-    ours = POOLED(momentum=0.4)
-    assert type(POOLED.convert(ours)) is POOLED
+def test_what_is_no_model_has_nothing_to_replace():
+    assert_refused(
+        lambda: ka.replace_batch_normalization(PLAIN(name="norm")),
+        TypeError,
+        "`model` must be a `keras.Model`. Received: <BatchNormalization name=norm, "
+        "built=False>",
+    )
 
 
-def test_a_frozen_layer_stays_frozen_when_converted():
-    layer = PLAIN(name="norm")
-    layer.build((None, 5))
-    layer.trainable = False
-    assert POOLED.convert(layer).trainable is False
+def test_an_architecture_of_keras_predicts_to_the_bit():
+    model = keras.applications.MobileNetV2((32, 32, 3), alpha=0.35, weights=None)
+    rng = np.random.default_rng(0)
+    for layer in norms(model):
+        layer.moving_mean.assign(rng.normal(size=layer.moving_mean.shape))
+        layer.moving_variance.assign(rng.uniform(0.5, 2, layer.moving_variance.shape))
+    x = rng.normal(size=(2, 32, 32, 3)).astype("float32")
+    before = model(x).numpy()
+    ka.replace_batch_normalization(model)
+    assert_equal(model(x).numpy(), before)
+    assert len(norms(model)) == 52
+    assert {type(layer) for layer in norms(model)} == {POOLED}
+
+
+# --------------------------------------------------------------------------------- config
 
 
 def test_a_config_goes_round():

@@ -22,6 +22,7 @@ NAMES = {
     "accumulate_gradients",
     "plan",
     "recompute",
+    "replace_batch_normalization",
     "scale_learning_rate",
 }
 

@@ -124,6 +124,7 @@ OBJECTS = {
         tf.reduce_sum, [], tf.ones((2, 1)), accum_steps=2
     ),
     "plan": lambda: ka.plan(compiled_model(), np.ones((2, 5)), memory_budget="1GiB"),
+    "replace_batch_normalization": lambda: ka.replace_batch_normalization(dense_model()),
     "recompute": lambda: ka.recompute(dense_model(), segments=2),
     "Recompute": lambda: built(ka.Recompute(keras.layers.Dense(2))),
     "AccumBatchNormalization": lambda: built(ka.AccumBatchNormalization()),
@@ -162,6 +163,7 @@ LOUD = {
     "graphs.functional_arguments": "is called, or raises",
     "layers.build_by_call": "calls what is imported",
     "layers.renormalizes": "reads a public attribute",
+    "layers.taking_more_weights": "unlocks, or raises",
     "layers.flatten_layers": "calls a method, or raises",
     "losses.compute_loss": "calls `_compute_loss`, which has a canary",
     "losses.has_own_compute_loss": "compares public methods",

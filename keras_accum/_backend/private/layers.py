@@ -151,6 +151,16 @@ def has_build(layer: keras.layers.Layer) -> bool:
     return not is_default(layer.build)
 
 
+@contextlib.contextmanager
+def taking_more_weights(layer: keras.layers.Layer) -> Iterator[None]:
+    """Have a layer that is built take further weights; Keras locks it against them."""
+    layer._tracker.unlock()
+    try:
+        yield
+    finally:
+        layer._tracker.lock()
+
+
 def renormalizes(layer: keras.layers.BatchNormalization) -> bool:
     """Whether `layer` does batch renormalization, which Keras has from 3.14 on."""
     return getattr(layer, "renorm", False)
