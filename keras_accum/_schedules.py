@@ -8,8 +8,9 @@ import math
 from typing import Any, Literal
 
 import keras
-import numpy as np
 import tensorflow as tf
+
+from ._core.checks import check_integer, check_number
 
 RULES = ("linear", "sqrt")
 
@@ -18,11 +19,11 @@ RULES = ("linear", "sqrt")
 class NominalBatchSize:
     """An `accum_steps` that comes as near to a nominal batch as whole micro-batches do.
 
-    A window has `round(nominal / batch_size)` micro-batches, and at least one. With
+    A window has `round(nominal / micro_batch_size)` micro-batches, and at least one. With
     warm-up, its length rises from 1 in a straight line, rounded at each update:
 
     ```python
-    steps = NominalBatchSize(64, batch_size=16, warmup_updates=100)
+    steps = NominalBatchSize(64, micro_batch_size=16, warmup_updates=100)
     [int(steps(update)) for update in (0, 50, 100, 1000)]  # [1, 2, 4, 4]
     optimizer = keras.optimizers.SGD(0.01, weight_decay=5e-4 * steps.weight_decay_factor)
     model.compile(AccumOptimizer(optimizer, accum_steps=steps), loss="mse")
@@ -34,7 +35,7 @@ class NominalBatchSize:
 
     Args:
         nominal: int, the samples of an update that the recipe was written for.
-        batch_size: int, the samples of a micro-batch, over all replicas.
+        micro_batch_size: int, the samples of a micro-batch, over all replicas.
         warmup_updates: int, the index of the first update at full length; 0 for none.
 
     Raises:
@@ -47,10 +48,12 @@ class NominalBatchSize:
         Size", on batches that grow.
     """
 
-    def __init__(self, nominal: int, *, batch_size: int, warmup_updates: int = 0) -> None:
-        self.nominal = _check_count("nominal", nominal, 1)
-        self.batch_size = _check_count("batch_size", batch_size, 1)
-        self.warmup_updates = _check_count("warmup_updates", warmup_updates, 0)
+    def __init__(
+        self, nominal: int, *, micro_batch_size: int, warmup_updates: int = 0
+    ) -> None:
+        self.nominal = check_integer("nominal", nominal, 1)
+        self.micro_batch_size = check_integer("micro_batch_size", micro_batch_size, 1)
+        self.warmup_updates = check_integer("warmup_updates", warmup_updates, 0)
 
     def __call__(self, update: int | tf.Tensor) -> tf.Tensor:
         """The micro-batches of the window that makes an update.
@@ -64,40 +67,42 @@ class NominalBatchSize:
         span = max(self.warmup_updates, 1)
         done = tf.minimum(tf.cast(update, "int64"), span) if self.warmup_updates else span
         # One division of integers: a half is met exactly, and rounded as NumPy does.
-        rise = (self.nominal - self.batch_size) * done
-        steps = tf.round((self.batch_size * span + rise) / (self.batch_size * span))
+        size = self.micro_batch_size
+        rise = (self.nominal - size) * done
+        steps = tf.round((size * span + rise) / (size * span))
         return tf.cast(tf.maximum(steps, 1), "int32")
 
     @property
     def accum_steps(self) -> int:
         """The micro-batches of a window after the warm-up."""
-        return max(round(self.nominal / self.batch_size), 1)
+        return max(round(self.nominal / self.micro_batch_size), 1)
 
     @property
     def weight_decay_factor(self) -> float:
         """What to multiply the recipe's weight decay by: effective over nominal batch.
 
-        `batch_size × accum_steps / nominal`: 1 where the nominal batch is met; above it
-        where even one micro-batch is larger, so that an epoch makes fewer updates.
+        `micro_batch_size × accum_steps / nominal`: 1 where the nominal batch is met;
+        above it where even one micro-batch is larger, so that an epoch makes fewer updates.
         """
-        return self.batch_size * self.accum_steps / self.nominal
+        return self.micro_batch_size * self.accum_steps / self.nominal
 
     def get_config(self) -> dict[str, int]:
         """The arguments of the constructor."""
         return {
             "nominal": self.nominal,
-            "batch_size": self.batch_size,
+            "micro_batch_size": self.micro_batch_size,
             "warmup_updates": self.warmup_updates,
         }
 
     @classmethod
     def from_config(cls, config: dict[str, int]) -> "NominalBatchSize":
-        """A schedule with the arguments in `config`."""
-        return cls(**config)
+        """A schedule with the arguments in `config`, or in one of version 0.1's files."""
+        names = {"batch_size": "micro_batch_size"}
+        return cls(**{names.get(name, name): value for name, value in config.items()})
 
     def __repr__(self) -> str:
         return (
-            f"NominalBatchSize({self.nominal}, batch_size={self.batch_size}, "
+            f"NominalBatchSize({self.nominal}, micro_batch_size={self.micro_batch_size}, "
             f"warmup_updates={self.warmup_updates})"
         )
 
@@ -149,13 +154,13 @@ def scale_learning_rate(
             f"{type(learning_rate).__name__}: scale the rates that it is made of, and "
             "its lengths in updates, of which an epoch of larger batches has fewer."
         )
-    _check_number("learning_rate", learning_rate)
+    check_number("learning_rate", learning_rate)
     if not 0 < learning_rate < math.inf:
         raise ValueError(
             f"`learning_rate` must be above 0 and finite. Received: {learning_rate!r}"
         )
-    batch_size = _check_count("batch_size", batch_size, 1)
-    ratio = batch_size / _check_count("base_batch_size", base_batch_size, 1)
+    batch_size = check_integer("batch_size", batch_size, 1)
+    ratio = batch_size / check_integer("base_batch_size", base_batch_size, 1)
     if rule not in RULES:
         raise ValueError(
             "`rule` must be 'linear' (SGD) or 'sqrt' (adaptive optimizers). Received: "
@@ -208,7 +213,7 @@ class GradualWarmup(keras.optimizers.schedules.LearningRateSchedule):
     ) -> None:
         super().__init__()
         if not isinstance(learning_rate, keras.optimizers.schedules.LearningRateSchedule):
-            _check_number("learning_rate", learning_rate, " or a LearningRateSchedule")
+            check_number("learning_rate", learning_rate, " or a LearningRateSchedule")
             if not 0 <= learning_rate < math.inf:
                 raise ValueError(
                     "`learning_rate` must be at least 0 and finite. Received: "
@@ -220,8 +225,8 @@ class GradualWarmup(keras.optimizers.schedules.LearningRateSchedule):
                 "warm-up, pass the learning rate itself to the optimizer."
             )
         self.learning_rate = learning_rate
-        self.warmup_updates = _check_count("warmup_updates", warmup_updates, 1)
-        _check_number("start_factor", start_factor)
+        self.warmup_updates = check_integer("warmup_updates", warmup_updates, 1)
+        check_number("start_factor", start_factor)
         if not 0 <= start_factor <= 1:
             raise ValueError(
                 "`start_factor` must be from 0 to 1, a share of the learning rate. "
@@ -258,16 +263,3 @@ class GradualWarmup(keras.optimizers.schedules.LearningRateSchedule):
         """A schedule with the arguments in `config`."""
         rate = keras.saving.deserialize_keras_object(config["learning_rate"])
         return cls(**{**config, "learning_rate": rate})
-
-
-def _check_count(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"`{name}` must be an integer. Received: {value!r}")
-    if value < least:
-        raise ValueError(f"`{name}` must be at least {least}. Received: {value!r}")
-    return int(value)
-
-
-def _check_number(name: str, value: Any, alternative: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise TypeError(f"`{name}` must be a number{alternative}. Received: {value!r}")

@@ -37,7 +37,9 @@ def ultralytics_steps(update, nominal, batch_size, warmup):
     [(64, 16, 100), (64, 16, 0), (64, 12, 7), (64, 48, 9), (64, 128, 10), (40, 16, 8)],
 )
 def test_the_window_is_as_long_as_ultralytics_has_it(nominal, batch_size, warmup):
-    steps = ka.NominalBatchSize(nominal, batch_size=batch_size, warmup_updates=warmup)
+    steps = ka.NominalBatchSize(
+        nominal, micro_batch_size=batch_size, warmup_updates=warmup
+    )
     updates = [*range(warmup + 3), 10**6, 2**30]
     found = [int(steps(update)) for update in updates]
     assert found == [ultralytics_steps(u, nominal, batch_size, warmup) for u in updates]
@@ -47,12 +49,12 @@ def test_the_window_is_as_long_as_ultralytics_has_it(nominal, batch_size, warmup
 
 def test_a_half_is_rounded_to_the_even_length():
     # 1.5, 2.5, 3.5, 4.5 at odd updates: what rounding up would make 2, 3, 4, 5.
-    steps = ka.NominalBatchSize(80, batch_size=16, warmup_updates=8)
+    steps = ka.NominalBatchSize(80, micro_batch_size=16, warmup_updates=8)
     assert [int(steps(u)) for u in (1, 3, 5, 7)] == [2, 2, 4, 4]
 
 
 def test_the_window_is_the_same_in_each_mode(mode):
-    steps = ka.NominalBatchSize(64, batch_size=10, warmup_updates=20)
+    steps = ka.NominalBatchSize(64, micro_batch_size=10, warmup_updates=20)
     step = in_mode(lambda update: steps(update), mode)
     found = [int(step(tf.constant(u, "int32"))) for u in range(25)]
     assert found == [ultralytics_steps(u, 64, 10, 20) for u in range(25)]
@@ -60,14 +62,14 @@ def test_the_window_is_the_same_in_each_mode(mode):
 
 def test_the_weight_decay_goes_with_the_batch_that_is_reached():
     def factor(batch_size):
-        return ka.NominalBatchSize(64, batch_size=batch_size).weight_decay_factor
+        return ka.NominalBatchSize(64, micro_batch_size=batch_size).weight_decay_factor
 
     assert [factor(size) for size in (16, 12, 24, 128)] == [1, 60 / 64, 72 / 64, 2]
 
 
 def test_windows_grow_during_training_and_are_always_whole(mode):
     # Windows of 1, 2, 2, 3 micro-batches: 1 + 2u/3, rounded.
-    steps = ka.NominalBatchSize(12, batch_size=4, warmup_updates=3)
+    steps = ka.NominalBatchSize(12, micro_batch_size=4, warmup_updates=3)
     x, y = data(32)
     model = compile_in(
         dense_model(), mode, ka.AccumOptimizer(keras.optimizers.SGD(0.1), steps)
@@ -88,7 +90,7 @@ def test_windows_grow_during_training_and_are_always_whole(mode):
 
 
 def test_a_model_is_saved_and_loaded_with_its_recipe(tmp_path):
-    steps = ka.NominalBatchSize(12, batch_size=4, warmup_updates=3)
+    steps = ka.NominalBatchSize(12, micro_batch_size=4, warmup_updates=3)
     decay = schedules.PiecewiseConstantDecay([2], [0.3, 0.1])
     rate = ka.GradualWarmup(decay, 3, start_factor=0.25)
     x, y = data(32)
@@ -107,8 +109,11 @@ def test_a_model_is_saved_and_loaded_with_its_recipe(tmp_path):
 
 
 def test_configs_hold_every_argument():
-    steps = ka.NominalBatchSize(64, batch_size=16, warmup_updates=100)
-    assert repr(steps) == "NominalBatchSize(64, batch_size=16, warmup_updates=100)"
+    steps = ka.NominalBatchSize(64, micro_batch_size=16, warmup_updates=100)
+    # Version 0.1 had another name for it in its files.
+    config = {"nominal": 64, "batch_size": 16, "warmup_updates": 100}
+    assert ka.NominalBatchSize.from_config(config).get_config() == steps.get_config()
+    assert repr(steps) == "NominalBatchSize(64, micro_batch_size=16, warmup_updates=100)"
     assert repr(ka.NominalBatchSize.from_config(steps.get_config())) == repr(steps)
     rate = ka.GradualWarmup(0.5, 7, 0.25)
     assert rate.get_config() == {
@@ -185,17 +190,17 @@ def test_the_warm_up_counts_updates_and_not_micro_batches(mode):
     ("make", "error", "message"),
     [
         (
-            lambda: ka.NominalBatchSize(0, batch_size=16),
+            lambda: ka.NominalBatchSize(0, micro_batch_size=16),
             ValueError,
             "`nominal` must be at least 1. Received: 0",
         ),
         (
-            lambda: ka.NominalBatchSize(64, batch_size=16.0),
+            lambda: ka.NominalBatchSize(64, micro_batch_size=16.0),
             TypeError,
-            "`batch_size` must be an integer. Received: 16.0",
+            "`micro_batch_size` must be an integer. Received: 16.0",
         ),
         (
-            lambda: ka.NominalBatchSize(64, batch_size=16, warmup_updates=-1),
+            lambda: ka.NominalBatchSize(64, micro_batch_size=16, warmup_updates=-1),
             ValueError,
             "`warmup_updates` must be at least 0. Received: -1",
         ),
@@ -284,7 +289,9 @@ def test_the_examples_of_the_docstrings_hold():
     claims = 0
     for documented in (ka.NominalBatchSize, ka.scale_learning_rate):
         for line in re.findall(r"^ *(\S.*?)  # (.+)$", documented.__doc__, re.MULTILINE):
-            names = {"steps": ka.NominalBatchSize(64, batch_size=16, warmup_updates=100)}
+            names = {
+                "steps": ka.NominalBatchSize(64, micro_batch_size=16, warmup_updates=100)
+            }
             names["scale_learning_rate"] = ka.scale_learning_rate
             assert_close(eval(line[0], names), eval(line[1]))
             claims += 1

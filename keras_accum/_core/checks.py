@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # What other libraries call the two arguments that say how to take a batch apart.
@@ -42,6 +44,21 @@ def check_option(name: str, value: Any, allowed: Sequence[str]) -> None:
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
         raise ValueError(f"`{name}` must be one of {choices}. Received: {value!r}")
+
+
+def check_integer(name: str, value: Any, least: int) -> int:
+    """`value` as an int of at least `least`, or a refusal."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"`{name}` must be an integer. Received: {value!r}")
+    if value < least:
+        raise ValueError(f"`{name}` must be at least {least}. Received: {value!r}")
+    return int(value)
+
+
+def check_number(name: str, value: Any, alternative: str = "") -> None:
+    """Refuse what is no number; `alternative` says what else it may be."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise TypeError(f"`{name}` must be a number{alternative}. Received: {value!r}")
 
 
 def refuse_unknown_arguments(

@@ -19,11 +19,11 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from .._backend import replica
 from .._backend.private.layers import flatten_layers
+from .checks import check_integer
 
 Size: TypeAlias = int | tf.Tensor
 # From a micro-batch, how many samples it has, and what the last call gave, to the next.
@@ -53,11 +53,7 @@ class Split:
                 f"micro_batch_size={self.micro_batch_size!r}"
             )
         ((name, value),) = given.items()
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-            raise TypeError(f"`{name}` must be an integer. Received: {value!r}")
-        if value < 1:
-            raise ValueError(f"`{name}` must be at least 1. Received: {value!r}")
-        object.__setattr__(self, name, int(value))
+        object.__setattr__(self, name, check_integer(name, value, 1))
 
     def groups(self, rows: Size) -> list[tuple[Size, Size]]:
         """The count and the size of the micro-batches of `rows` samples, twice."""

@@ -385,10 +385,10 @@ def ramp(update):
                         keras.optimizers.SGD(), {"a": keras.optimizers.Adam()}
                     )
                 ),
-                ka.NominalBatchSize(64, batch_size=16),
+                ka.NominalBatchSize(64, micro_batch_size=16),
             ),
             "AccumOptimizer(MultiOptimizer(Adam, SGD), accum_steps=NominalBatchSize(64, "
-            "batch_size=16, warmup_updates=0), reduction='mean')",
+            "micro_batch_size=16, warmup_updates=0), reduction='mean')",
             marks=multi_optimizer,
         ),
     ],
