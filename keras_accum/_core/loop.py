@@ -193,9 +193,6 @@ def take(batch: Any, first: Size, size: Size, static: bool = True) -> Any:
 def _with_shape(tensor: tf.Tensor, shape: list[int | None]) -> tf.Tensor:
     if tf.executing_eagerly():
         return tensor
-    if shape[0] is None:
-        # Forgets a size that was inferred: the step is traced once for every size.
-        return tf.compat.v1.placeholder_with_default(tensor, shape)
     return tf.ensure_shape(tensor, shape)
 
 

@@ -1,5 +1,7 @@
 """The promise: a window of micro-batches is one step on the large batch."""
 
+from itertools import pairwise
+
 import keras
 import numpy as np
 import pytest
@@ -467,6 +469,37 @@ def test_one_trace_serves_a_whole_fit():
         return len(traces)
 
     assert count(ka.AccumOptimizer("adam", 3)) == count(keras.optimizers.Adam()) == 1
+
+
+def before(operation):
+    """All operations that a graph runs before this one."""
+    found, left = set(), [operation]
+    while left:
+        one = left.pop()
+        for other in [*(i.op for i in one.inputs), *one.control_inputs]:
+            if other not in found:
+                found.add(other)
+                left.append(other)
+    return found
+
+
+def test_means_are_made_one_after_the_other():
+    """All at once, they would take as much memory as the parameters, once more."""
+    variables = [keras.Variable(np.ones(size, "float32")) for size in (2, 3, 4)]
+    optimizer = ka.AccumOptimizer("sgd", 2)
+    optimizer.build(variables)
+
+    @tf.function(autograph=False)
+    def divide(sums, divisor):
+        return optimizer._accumulator.divide(range(3), sums, divisor)
+
+    sums = [tf.TensorSpec(v.shape) for v in variables]
+    graph = divide.get_concrete_function(sums, tf.TensorSpec(())).graph
+    products = [op for op in graph.get_operations() if op.type == "Mul"]
+    assert len(products) == 3
+    for first, second in pairwise(products):
+        assert first in before(second)
+        assert second not in before(first)
 
 
 def test_extra_state_is_one_copy_of_the_parameters():

@@ -420,6 +420,23 @@ def test_a_nan_of_weight_zero_does_not_overwrite(mode):
     assert_equal([scale], [np.array([2.0])])
 
 
+@without_xla
+def test_a_value_of_weight_zero_is_none_of_the_window(mode):
+    """Nor is the zero that the window began with, which is larger than -7."""
+
+    def overwrite(weights):
+        weight, scale = variable(1.0), overwritten(5.0)
+        optimizer = ka.AccumOptimizer("sgd", 2)
+        optimizer.build([weight, scale])
+        apply = in_mode(lambda g, w: optimizer.apply(g, [weight, scale], w), mode)
+        for value, share in zip([-3.0, -7.0], weights, strict=True):
+            apply([tf.constant([1.0]), tf.constant([value])], tf.constant(share))
+        return scale.numpy()
+
+    assert_equal(overwrite([0.0, 2.0]), [-7.0])
+    assert_equal(overwrite([1.0, 2.0]), [-3.0])
+
+
 def test_adaptive_clipping_leaves_a_variable_to_be_overwritten_alone():
     weight, scale = variable(1.0), overwritten(5.0)
     optimizer = ka.AccumOptimizer("sgd", 2, adaptive_clip_factor=0.01)

@@ -212,6 +212,23 @@ def test_keras_22959_swap_ema_weights_sees_the_wrapped_optimizer(swap_on_epoch):
     assert_differ(history.history["val_loss"], whole.history["val_loss"])
 
 
+def test_averages_replace_no_weights_before_the_first_update():
+    """`fit` puts them in place at its end. Before there are any, they are zeros."""
+
+    def averaged():
+        return sgd(use_ema=True, ema_momentum=0.7)
+
+    model, large = pair(averaged)
+    x, y = data(12)
+    fit(model, x[:8], y[:8], 4)
+    assert int(model.optimizer.micro_step) == 2
+    assert_equal(model.get_weights(), dense_model().get_weights())
+    fit(model, x[8:], y[8:], 4)
+    fit(large, x, y, 12)
+    assert_same_state(model, large)
+    assert_differ(model.get_weights(), dense_model().get_weights())
+
+
 def test_swap_ema_weights_sees_a_multi_optimizer_inside():
     def averaged():
         parts = keras.optimizers.OptimizerMap(
