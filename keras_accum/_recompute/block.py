@@ -33,11 +33,12 @@ from .._backend.private.tapes import could_record, unrecorded
 from .barrier import optimization_barrier, release_together
 from .checks import (
     CacheCheck,
-    RandomCheck,
+    OperationCheck,
     check_assigned,
     check_captured,
     check_same,
     check_traced,
+    check_traced_anew,
 )
 from .dropout import keep_dropout_masks
 from .nest import Nest
@@ -82,7 +83,7 @@ class Block:
             if self._verify:
                 check_same(self, args, kwargs)
             if tf.executing_eagerly():
-                RandomCheck(self).check_eagerly(*Nest((args, kwargs)).copied())
+                OperationCheck(self).check_eagerly(*Nest((args, kwargs)).copied())
         result = _Recomputed(self, args, kwargs).call()
         self._first_call = False
         return result
@@ -171,12 +172,12 @@ class _Recomputed:
         with unrecorded():
             inputs = [tf.identity(tensor) for tensor in inputs]
         others = self.arguments.nondifferentiable
-        caches, random = CacheCheck(self.block), RandomCheck(self.block)
+        caches, operations = CacheCheck(self.block), OperationCheck(self.block)
         arguments = self._pack(inputs, others)
         outcome = self._run(FirstPass(self._mapping(inputs), inputs), arguments)
         self.arguments.drop_masks_of(arguments)
         caches.check()
-        random.check()
+        operations.check(outcome.scope)
         check_captured(self.block, outcome.results)
         check_assigned(self.block, outcome.scope)
         return outcome
@@ -213,6 +214,7 @@ class _Recomputed:
             scope = SecondPass({**state, **self._mapping(inputs)}, kept, drawn)
             with self.context():
                 results = self._run(scope, self._pack(inputs, others)).results
+        check_traced_anew(self.block, first, scope)
         sources = [*inputs, *variables]
         return release_together(
             tape.gradient(results, sources, output_gradients=upstream)

@@ -1,7 +1,7 @@
 """What cannot be computed twice is refused: the reason, and what to do instead."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -9,10 +9,14 @@ import numpy as np
 import tensorflow as tf
 
 from .._backend.attribute_patch import AttributePatch
-from .._backend.private.layers import is_watched
+from .._backend.private.functions import captured
+from .._backend.private.layers import handles_of, is_watched
 from .._backend.private.tapes import could_record, is_recorded
 from .nest import Nest
 from .passes import Pass
+
+# How the types of operations begin that change a variable.
+_ASSIGNING = ("Assign", "ResourceApply", "ResourceScatter", "ResourceStridedSliceAssign")
 
 # Operations of TensorFlow that draw from a state which nobody can wind back.
 _RANDOM = {
@@ -66,6 +70,17 @@ def check_assigned(block: Any, scope: Pass) -> None:
         )
 
 
+def check_traced_anew(block: Any, first: Pass, second: Pass) -> None:
+    """Refuse a function that the second pass called as the first one had traced it."""
+    found = first.read_in_functions.items()
+    if held := [v.path for i, v in found if i not in second.read_in_functions]:
+        raise ValueError(
+            f"'{block.name}' reads {held} in a `tf.function` that a layer keeps: in the "
+            "second pass it holds the values of the first one, without their gradients. "
+            "Leave the `tf.function` out; Keras compiles the whole training step."
+        )
+
+
 def check_captured(block: Any, results: Sequence[tf.Tensor]) -> None:
     """Refuse a block that has a gradient for something it was not given.
 
@@ -113,22 +128,27 @@ class CacheCheck:
                         yield layer, name, item
 
 
-class RandomCheck:
-    """Refuses a block that draws random numbers from TensorFlow's own state."""
+class OperationCheck:
+    """Refuses a block whose operations cannot run twice.
+
+    They draw random numbers from TensorFlow's own state, assign to a variable that Keras
+    does not know of, or read in a `tf.function` what the block moves: no scope sees that.
+    """
 
     def __init__(self, block: Any) -> None:
         self._block = block
         self._before = len(_operations())
 
-    def check(self) -> None:
+    def check(self, scope: Pass) -> None:
         """To be called after the call, which left its operations in the graph."""
-        self._refuse(_operations()[self._before :])
+        self._refuse(_operations()[self._before :], scope.assigned.values())
 
     def check_eagerly(self, args: Any, kwargs: Any) -> None:
         """Before the call: eager mode leaves no operations, so trace it to have some."""
+        scope = keras.StatelessScope()
 
         def call() -> None:
-            with keras.StatelessScope():  # What it assigns goes nowhere.
+            with scope:  # What it assigns goes nowhere.
                 self._block.function(*args, **kwargs)
 
         caches = CacheCheck(self._block)
@@ -138,15 +158,41 @@ class RandomCheck:
             return  # Code for eager mode alone, which nothing but running it will tell.
         finally:
             caches.check()
-        self._refuse(traced.graph.get_operations())
+        operations = traced.graph.get_operations()
+        self._refuse(operations, _assigned(self._block, scope), in_loops=False)
 
-    def _refuse(self, operations: Sequence[tf.Operation]) -> None:
-        drawn = sorted(_RANDOM & _types(operations))
-        if drawn:
+    def _refuse(
+        self,
+        operations: Sequence[tf.Operation],
+        assigned: Collection[keras.Variable],
+        in_loops: bool = True,
+    ) -> None:
+        # A pass reads nothing in loops; what only traces them does.
+        calls = [
+            op for op in operations if in_loops or op.type.endswith("PartitionedCall")
+        ]
+        types = _types(operations)
+        if drawn := sorted(_RANDOM & types):
             raise ValueError(
                 f"'{self._block.name}' draws random numbers from a state of TensorFlow's "
                 f"own ({', '.join(drawn)}): its second pass would draw others. Use "
                 "`keras.random`, with a `keras.random.SeedGenerator` of the layer."
+            )
+        if kinds := sorted(x for x in types if x.startswith(_ASSIGNING)):
+            raise ValueError(
+                f"'{self._block.name}' assigns to a `tf.Variable`, or to a weight inside "
+                f"of a `tf.function` ({', '.join(kinds)}): recomputed, it would assign "
+                "twice. Keep what a call changes in a weight made by "
+                "`add_weight(trainable=False)`, and assign to it outside of "
+                "`tf.function`s."
+            )
+        read = _read_in_functions(calls, assigned)
+        moved = [v.path for v in assigned if id(v) in read]
+        if moved:
+            raise ValueError(
+                f"'{self._block.name}' assigns to {moved}, and reads it in a "
+                "`tf.function`, whose second pass would read the new value. Leave the "
+                "`tf.function` out; Keras compiles the whole training step."
             )
 
 
@@ -154,6 +200,26 @@ def _operations() -> Sequence[tf.Operation]:
     if tf.executing_eagerly():
         return []
     return tf.compat.v1.get_default_graph().get_operations()
+
+
+def _assigned(block: Any, scope: keras.StatelessScope) -> list[keras.Variable]:
+    found = [v for layer in block.layers for v in layer.variables]
+    return [v for v in found if scope.get_current_value(v) is not None]
+
+
+def _calls_function(operation: tf.Operation) -> bool:
+    return operation.type.endswith("PartitionedCall")
+
+
+def _read_in_functions(
+    calls: Sequence[tf.Operation], variables: Collection[keras.Variable]
+) -> set[int]:
+    """By id, those that functions read which were traced before this pass."""
+    inputs = [x for op in calls if _functions(op.node_def) for x in op.inputs]
+    handles = {id(captured(x)) for x in inputs if x.dtype == tf.resource}
+    if not handles:
+        return set()
+    return {id(v) for v in variables if handles & set(map(id, handles_of(v)))}
 
 
 def _types(operations: Sequence[tf.Operation]) -> set[str]:

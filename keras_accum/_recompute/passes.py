@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
+from .._backend.private.functions import is_in_function
 from .._backend.private.layers import current_scope, is_watched, read
 from .._backend.private.tapes import unrecorded, value_with_gradient_of
 from .barrier import optimization_barrier
@@ -25,12 +26,34 @@ class Pass(keras.StatelessScope):
         super().__init__(collect_losses=True)
         self.state_mapping.update(values)
         self.assigned: dict[int, keras.Variable] = {}
+        self.read_in_functions: dict[int, keras.Variable] = {}
         self._graph = tf.compat.v1.get_default_graph()
         self._eager = tf.executing_eagerly()
 
     def is_here(self) -> bool:
         """Whether what is made now can be used in the pass itself: not inside a loop."""
         return tf.compat.v1.get_default_graph() is self._graph
+
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
+        """The value of `variable` in this pass; None if it is the variable's own.
+
+        Also inside of a loop or a function, the tensor is one of the pass: a variable
+        that a loop reads is an argument of the loop, and a tape that watches the
+        variable would differentiate the loop.
+        """
+        if self.is_here():
+            return self._value(variable)
+        if is_in_function(tf.compat.v1.get_default_graph(), self._graph):
+            self.note_function(variable)
+        with tf.init_scope() if self._eager else self._graph.as_default():
+            return self._value(variable)
+
+    def note_function(self, variable: keras.Variable) -> None:
+        """Note that a `tf.function` reads `variable` while it is traced."""
+        self.read_in_functions[id(variable)] = variable
+
+    def _value(self, variable: keras.Variable) -> tf.Tensor | None:
+        return super().get_current_value(variable)
 
     def owns(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` can be used in the pass itself."""
@@ -69,18 +92,17 @@ class FirstPass(Pass):
         self.drawn.append(outer.draw(draw, skip) if given else draw())
         return self.drawn[-1]
 
-    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
-        """The value of `variable`, of which gradients go through the second pass."""
-        value = super().get_current_value(variable)
+    def note_function(self, variable: keras.Variable) -> None:
+        """Note it for the pass of a block around this one, too."""
+        super().note_function(variable)
+        if isinstance(self.outer, Pass):
+            self.outer.note_function(variable)
+
+    def _value(self, variable: keras.Variable) -> tf.Tensor | None:
+        """The value, which no tape sees: gradients go through the second pass."""
+        value = super()._value(variable)
         if value is not None:
             return value
-        if self.is_here() or is_watched(variable):
-            return self._read(variable)
-        # The second pass needs a state outside of the loop that reads it.
-        with tf.init_scope() if self._eager else self._graph.as_default():
-            return self._read(variable)
-
-    def _read(self, variable: keras.Variable) -> tf.Tensor | None:
         value = None if self.outer is None else self.outer.get_current_value(variable)
         if value is None:
             with unrecorded():

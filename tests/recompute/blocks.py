@@ -2,7 +2,7 @@
 
 import keras
 import tensorflow as tf
-from helpers import data
+from helpers import assert_refused, data
 from keras import layers
 
 import keras_accum as ka
@@ -106,3 +106,18 @@ class Pair(layers.Layer):
 
     def call(self, inputs):
         return self.one(inputs), self.two(inputs)
+
+
+def refused(function, message, error=ValueError):
+    """`assert_refused` for errors that Keras wraps where they come out of a call."""
+
+    def unwrapped():
+        try:
+            function()
+        except error as caught:
+            text = str(caught)
+            if "\x1b[1m" in text:
+                text = text.split("\x1b[1m")[1].split("\x1b[0m")[0]
+            raise error(text) from None
+
+    assert_refused(unwrapped, error, message)

@@ -64,6 +64,15 @@ def is_watched(variable: keras.Variable) -> bool:
     return bool(getattr(variable._value, "trainable", False))
 
 
+def handles_of(variable: keras.Variable) -> list[tf.Tensor]:
+    """What TensorFlow's operations call `variable` by, on each replica.
+
+    `Variable.value` gives no `tf.Variable` inside of a `StatelessScope`.
+    """
+    value = variable._value
+    return [own.handle for own in getattr(value, "values", [value])]
+
+
 def current_scope() -> Any:
     """The innermost `StatelessScope`, or None; Keras has its class only."""
     return get_stateless_scope()
