@@ -21,6 +21,7 @@ from tensorflow.python.eager import context
 
 from keras_accum._backend.private import (
     compiled,
+    functions,
     graphs,
     layers,
     losses,
@@ -214,6 +215,35 @@ def test_tapes_can_be_asked_and_paused():
         float(value_with_gradient_of) == 7.0
         and float(tape.gradient(value_with_gradient_of, x)) == 5.0
     )
+
+
+def test_loops_and_functions_are_told_apart_and_what_they_read_is_found():
+    variable = keras.Variable(2.0)
+    function = tf.function(lambda x: x * variable._value, autograph=False)
+    seen = {}
+
+    def look(name, outer):
+        graph = tf.compat.v1.get_default_graph()
+        seen[name] = functions.is_in_function(graph, outer)
+        return tf.constant(1.0)
+
+    @tf.function(autograph=False)
+    def step(x):
+        outer = tf.compat.v1.get_default_graph()
+        look("here", outer)
+        tf.while_loop(lambda i: i < 2.0, lambda i: i + look("loop", outer), [x])
+        tf.cond(x < 9.0, lambda: look("branch", outer), lambda: x)
+        tf.function(lambda: look("function", outer), autograph=False)()
+        result = tf.cond(x < 9.0, lambda: function(x), lambda: x)
+        inputs = [x for op in outer.get_operations() for x in op.inputs]
+        taken = [functions.captured(x) for x in inputs if x.dtype == tf.resource]
+        (handle,) = layers.handles_of(variable)
+        seen["reads it"] = any(x is handle for x in taken)
+        return result
+
+    assert float(step(tf.constant(3.0))) == 6.0
+    expected = {"here": False, "loop": False, "branch": False, "function": True}
+    assert seen == {**expected, "reads it": True}
 
 
 def test_losses_of_a_scope_have_an_owner():
