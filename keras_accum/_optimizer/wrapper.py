@@ -19,7 +19,11 @@ from .._backend.control import run_if
 from .._backend.private import canaries
 from .._backend.private.compiled import compiled_by_xla
 from .._backend.private.layers import flatten_layers
-from .._backend.private.losses import hear_losses, observe_training_losses
+from .._backend.private.losses import (
+    hear_losses,
+    observe_training_losses,
+    tell_activity_losses,
+)
 from .._backend.private.optimizers import (
     children_of,
     compiling,
@@ -163,6 +167,7 @@ class AccumOptimizer(LossScaleOptimizer):
         name: str | None = None,
     ) -> None:
         canaries.check()
+        tell_activity_losses()
         inner = resolve_optimizer(inner_optimizer)
         accum_steps = check_accum_steps(accum_steps)
         check_option("reduction", reduction, REDUCTIONS)

@@ -28,7 +28,7 @@ from .._backend.private.layers import (
     is_symbolic,
     save_context,
 )
-from .._backend.private.losses import take_loss
+from .._backend.private.losses import is_sum, mark_as_sum, take_loss
 from .._backend.private.tapes import could_record, unrecorded
 from .barrier import optimization_barrier, release_together
 from .checks import (
@@ -146,7 +146,9 @@ class _Recomputed:
         for variable in outcome.scope.assigned.values():
             variable.assign(outcome.scope.get_current_value(variable))
         count = len(outcome.outputs.differentiable)
-        for layer, loss in zip(outcome.owners, results[count:]):
+        for layer, loss, before in zip(outcome.owners, results[count:], outcome.losses):
+            if is_sum(before):
+                mark_as_sum(loss)
             # Some models have an `add_loss` that refuses.
             keras.layers.Layer.add_loss(layer, loss)
         return outcome.outputs.pack(results[:count], outcome.outputs.nondifferentiable)

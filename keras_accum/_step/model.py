@@ -13,6 +13,7 @@ import keras
 
 from .._backend.private import canaries
 from .._backend.private.graphs import Functional, functional_arguments
+from .._backend.private.losses import tell_activity_losses
 from .._backend.private.strategies import patch_distribution_bugs
 from .._backend.private.versions import legacy_hint
 from .._core.checks import check_arguments, other_names, refuse_unknown_arguments
@@ -92,6 +93,7 @@ class GradientAccumulationModel(keras.Model):
             object.__setattr__(self, "__class__", functional)
         super().__init__(*args, **kwargs)
         canaries.check()
+        tell_activity_losses()
         patch_distribution_bugs()
         self._settings = settings
 
@@ -271,6 +273,7 @@ def accumulate(
         on_oom = "raise" if was is None else was.on_oom
     settings = Settings(accum_steps, micro_batch_size, two_pass, on_oom)
     canaries.check()
+    tell_activity_losses()
     patch_distribution_bugs()
     _set(model, settings)
     if hasattr(type(model), "_settings_of_clones"):

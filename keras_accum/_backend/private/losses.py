@@ -8,6 +8,8 @@ that Keras has its own functions again.
 
 import contextlib
 import functools
+import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -328,7 +330,43 @@ def call_losses(model: keras.Model) -> list[tf.Tensor]:
     """What the layers passed to `add_loss` in their last call, without regularisers."""
     layers = [model, *flatten_layers(model)]
     unique = {id(layer): layer for layer in layers}.values()
-    return [loss for layer in unique for loss in layer._get_own_losses()]
+    return [_as_added(loss) for layer in unique for loss in layer._get_own_losses()]
+
+
+@functools.cache
+def tell_activity_losses() -> None:
+    """Have `call_losses` give vectors for activity regularizers that Keras adds up.
+
+    To Keras 3.13 they are sums over the samples of a batch, as losses of several values
+    are; from 3.14 on Keras divides them by the number of samples.
+    """
+    if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14):
+        return
+    add_loss = keras.layers.Layer.add_loss
+    call = inspect.unwrap(keras.layers.Layer.__call__).__code__
+
+    @functools.wraps(add_loss)
+    def add_and_tell(self: Any, loss: Any) -> None:
+        # There, and not in a `call`, Keras adds what a regularizer gives.
+        if sys._getframe(1).f_code is call:
+            mark_as_sum(loss)
+        add_loss(self, loss)
+
+    keras.layers.Layer.add_loss = add_and_tell
+
+
+def mark_as_sum(loss: tf.Tensor) -> None:
+    """Have `call_losses` give a vector for `loss`."""
+    loss._keras_accum_sum = True
+
+
+def is_sum(loss: tf.Tensor) -> bool:
+    """Whether Keras adds up `loss` over samples: several values, or marked so."""
+    return loss.shape.rank != 0 or getattr(loss, "_keras_accum_sum", False)
+
+
+def _as_added(loss: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(loss, [1]) if is_sum(loss) and loss.shape.rank == 0 else loss
 
 
 def multiply_vector_losses(model: keras.Model, factor: tf.Tensor) -> None:
@@ -338,7 +376,7 @@ def multiply_vector_losses(model: keras.Model, factor: tf.Tensor) -> None:
     """
     for layer in {id(x): x for x in [model, *flatten_layers(model)]}.values():
         layer._losses[:] = [
-            loss if loss.shape.rank == 0 else loss * tf.cast(factor, loss.dtype)
+            loss * tf.cast(factor, loss.dtype) if is_sum(loss) else loss
             for loss in layer._losses
         ]
 
