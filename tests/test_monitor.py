@@ -116,6 +116,7 @@ def test_each_tail_makes_the_updates_of_its_own_large_batches(tail):
     assert int(model.optimizer.micro_step) == (2 if tail == "carry" else 0)
 
 
+@pytest.mark.slow_in("xla")
 def test_flushed_epochs_are_epochs_with_the_large_batch(mode):
     model = accumulating(mode)
     monitored(model, "flush_epoch")

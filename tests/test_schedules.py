@@ -67,6 +67,7 @@ def test_the_weight_decay_goes_with_the_batch_that_is_reached():
     assert [factor(size) for size in (16, 12, 24, 128)] == [1, 60 / 64, 72 / 64, 2]
 
 
+@pytest.mark.slow_in("xla")
 def test_windows_grow_during_training_and_are_always_whole(mode):
     # Windows of 1, 2, 2, 3 micro-batches: 1 + 2u/3, rounded.
     steps = ka.NominalBatchSize(12, micro_batch_size=4, warmup_updates=3)
@@ -75,7 +76,7 @@ def test_windows_grow_during_training_and_are_always_whole(mode):
         dense_model(), mode, ka.AccumOptimizer(keras.optimizers.SGD(0.1), steps)
     )
     fit(model, x, y, batch_size=4)
-    oracle = compile_in(dense_model(), mode, keras.optimizers.SGD(0.1))
+    oracle = compile_in(dense_model(), "eager", keras.optimizers.SGD(0.1))
     fit(oracle, *Batches([4, 8, 8, 12], x, y)[0], batch_size=4)
     for i in (1, 2, 3):
         oracle.train_on_batch(*Batches([4, 8, 8, 12], x, y)[i])
@@ -83,7 +84,7 @@ def test_windows_grow_during_training_and_are_always_whole(mode):
     assert_close(model.get_weights(), oracle.get_weights())
     # The control: full windows from the first update on.
     control = compile_in(
-        dense_model(), mode, ka.AccumOptimizer(keras.optimizers.SGD(0.1), 3)
+        dense_model(), "eager", ka.AccumOptimizer(keras.optimizers.SGD(0.1), 3)
     )
     fit(control, x, y, batch_size=4)
     assert_differ(control.get_weights(), oracle.get_weights())
@@ -162,6 +163,7 @@ def test_a_schedule_goes_on_under_the_warm_up():
     assert_differ(expected, delayed)
 
 
+@pytest.mark.slow_in("xla")
 def test_the_warm_up_counts_updates_and_not_micro_batches(mode):
     x, y = data(32)
     rate = ka.GradualWarmup(0.4, 6, start_factor=0.1)
@@ -169,14 +171,14 @@ def test_the_warm_up_counts_updates_and_not_micro_batches(mode):
         dense_model(), mode, ka.AccumOptimizer(keras.optimizers.SGD(rate), 2)
     )
     fit(model, x, y, batch_size=4)
-    large = compile_in(dense_model(), mode, keras.optimizers.SGD(0.0))
+    large = compile_in(dense_model(), "eager", keras.optimizers.SGD(0.0))
     for u in range(4):
         large.optimizer.learning_rate = warmed_up(u, 0.4, 6, 0.1)
         large.train_on_batch(x[8 * u : 8 * u + 8], y[8 * u : 8 * u + 8])
     assert_close(model.get_weights(), large.get_weights())
     assert_close(float(model.optimizer.learning_rate), warmed_up(4, 0.4, 6, 0.1))
     # The control: the same rates, counted by micro-batches.
-    wrong = compile_in(dense_model(), mode, keras.optimizers.SGD(0.0))
+    wrong = compile_in(dense_model(), "eager", keras.optimizers.SGD(0.0))
     for u in range(4):
         wrong.optimizer.learning_rate = warmed_up(2 * u + 1, 0.4, 6, 0.1)
         wrong.train_on_batch(x[8 * u : 8 * u + 8], y[8 * u : 8 * u + 8])

@@ -194,6 +194,7 @@ def test_a_known_size_that_divides_gives_micro_batches_of_known_size():
 # ---------------------------------------------------------------------------- batches
 
 
+@pytest.mark.slow_in("xla")
 def test_nested_batches_with_nothing_in_places_are_exact(mode):
     x, y = data(13)
     w, b = variable(*[0.1, -0.2, 0.3, 0.4, -0.5]), variable(0.1)
@@ -209,6 +210,7 @@ def test_nested_batches_with_nothing_in_places_are_exact(mode):
     assert_same(accumulated(loss_fn, [w, b], batch, mode, accum_steps=4), oracle)
 
 
+@pytest.mark.slow_in("xla")
 def test_arrays_and_lists_of_numbers_are_taken_as_tensors(mode):
     w = variable(2.0)
 
@@ -317,6 +319,7 @@ def test_pairs_of_a_loss_and_a_weight_equal_numpy(split, mode):
     assert_differ(mean_over(alone, [w], batch, [0, 4, 8, 12, 13]), oracle[1])
 
 
+@pytest.mark.slow_in("xla")
 def test_a_sum_equals_numpy(mode):
     w, batch, (loss, (gradient,)) = weighted_case()
     total = batch[2].numpy().sum()
@@ -352,6 +355,7 @@ def test_a_weight_of_zero_adds_nothing_even_from_a_nan(zeros, mode):
     assert_same(found, large_batch(lambda batch: loss_fn(batch)[0], [w], batch), 2e-6)
 
 
+@pytest.mark.slow_in("xla")
 def test_weights_of_zero_everywhere_give_zeros(mode):
     w, batch, _ = weighted_case()
     batch = (*batch[:2], tf.zeros(13))
@@ -374,6 +378,7 @@ def test_weights_far_beyond_the_gradients_lose_nothing():
     assert_same(accumulated(loss_fn, [w], batch, accum_steps=4), oracle, 2e-6)
 
 
+@pytest.mark.slow_in("xla")
 def test_weights_may_be_whole_numbers(mode):
     x, y = data(13)
     lengths = tf.constant(np.arange(13) % 5 + 1)
@@ -466,6 +471,7 @@ def test_float64_variables_keep_their_precision():
     assert_close(found[1][0], np.array([1 + 5e-12]), 1e-15)
 
 
+@pytest.mark.slow_in("xla")
 def test_variables_of_tensorflow_and_of_keras_are_taken_together(mode):
     a, b = tf.Variable([2.0, 1.0]), variable(1.0, -1.0)
     x = tf.constant(np.arange(10, dtype="float32").reshape(5, 2))
@@ -545,6 +551,7 @@ def test_python_conditions_and_loops_on_tensors_work_in_a_function():
     assert_close(loss, np.float32(expected / 5))
 
 
+@pytest.mark.slow_in("xla")
 def test_functions_and_callable_objects_are_taken_as_loss_functions(mode):
     w = variable(2.0)
     x = tf.constant([1.0, 2.0, 4.0])

@@ -1,5 +1,6 @@
 """The promise: a window of micro-batches is one step on the large batch."""
 
+import functools
 from itertools import pairwise
 
 import keras
@@ -69,14 +70,34 @@ def test_all_optimizers_of_keras_are_in_the_table():
     assert shipped == set(OPTIMIZERS)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# One of each kind: a rule of its own, decay, factored moments, products of matrices.
+IN_XLA = ["sgd", "adamw", "adafactor", "muon"]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *[(name, mode) for name in OPTIMIZERS for mode in ("eager", "graph")],
+        *[(name, "xla") for name in IN_XLA],
+        *[
+            pytest.param(name, "xla", marks=pytest.mark.slow)
+            for name in OPTIMIZERS
+            if name not in IN_XLA
+        ],
+    ],
+)
 def test_every_optimizer_equals_the_large_batch(name, mode):
     model = train(ka.AccumOptimizer(name, 3), [4, 4, 2], mode)
-    oracle = train(resolve_optimizer(name), [10], mode)
+    oracle, naive = train_plainly(name, (10,)), train_plainly(name, (4, 4, 2))
     assert_same_training(model, oracle, 1e-6 if name == "sgd" else ADAPTIVE)
-    control = train(resolve_optimizer(name), [4, 4, 2])
     # Adadelta's first steps are tiny, whatever the gradient.
-    assert_differ(control.get_weights(), oracle.get_weights(), by=1e-5)
+    assert_differ(naive.get_weights(), oracle.get_weights(), by=1e-5)
+
+
+@functools.cache
+def train_plainly(name, sizes):
+    """The same for all modes."""
+    return train(resolve_optimizer(name), sizes, "eager")
 
 
 def test_sgd_with_momentum_equals_numpy(mode):
@@ -88,6 +109,7 @@ def test_sgd_with_momentum_equals_numpy(mode):
     )
 
 
+@pytest.mark.slow_in("xla")
 def test_adam_equals_numpy(mode):
     check_against_numpy(
         keras.optimizers.Adam(0.01),
@@ -206,25 +228,43 @@ def test_clipping_lets_zero_weights_and_zero_gradients_be():
     assert_close(variable, np.array([[0, -6e-5], [0, -8e-5]]))
 
 
+def decaying():
+    return keras.optimizers.AdamW(0.05, weight_decay=0.1)
+
+
+def scheduled():
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+    return keras.optimizers.SGD(schedule, weight_decay=0.02)
+
+
+def averaging():
+    return keras.optimizers.SGD(0.3, use_ema=True, ema_momentum=0.7)
+
+
+def overwriting():
+    return keras.optimizers.SGD(
+        0.3, use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=2
+    )
+
+
 @pytest.mark.parametrize(
-    "inner",
+    ("inner", "mode"),
     [
-        lambda: keras.optimizers.AdamW(0.05, weight_decay=0.1),
-        lambda: keras.optimizers.SGD(
-            keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5), weight_decay=0.02
-        ),
-        lambda: keras.optimizers.SGD(0.3, use_ema=True, ema_momentum=0.7),
-        lambda: keras.optimizers.SGD(
-            0.3, use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=2
-        ),
+        *[
+            (inner, mode)
+            for inner in (decaying, scheduled, averaging, overwriting)
+            for mode in ("eager", "graph")
+        ],
+        (scheduled, "xla"),
+        (overwriting, "xla"),
     ],
-    ids=["weight decay", "schedule", "ema", "ema overwrite"],
 )
 def test_what_the_inner_optimizer_counts_in_updates_stays_in_updates(inner, mode):
     model = train(ka.AccumOptimizer(inner(), 4), [3, 3, 3, 1], mode, epochs=5)
-    oracle = train(inner(), [10], mode, epochs=5)
+    oracle = train(inner(), [10], "eager", epochs=5)
     assert_same_training(model, oracle, ADAPTIVE)
-    assert_differ(train(inner(), [3, 3, 3, 1]).get_weights(), oracle.get_weights())
+    naive = train(inner(), [3, 3, 3, 1], "eager")
+    assert_differ(naive.get_weights(), oracle.get_weights())
 
 
 def test_constraints_and_regularisers_count_once_per_update():
@@ -240,13 +280,14 @@ def test_constraints_and_regularisers_count_once_per_update():
     )
 
 
+@pytest.mark.slow_in("xla")
 def test_sum_losses_add_up_over_the_window(mode):
     loss = keras.losses.MeanSquaredError(reduction="sum")
     inner = keras.optimizers.SGD
     model = train(
         ka.AccumOptimizer(inner(0.02), 3, reduction="sum"), [4, 4, 2], mode, loss=loss
     )
-    oracle = train(inner(0.02), [10], mode, loss=loss)
+    oracle = train(inner(0.02), [10], "eager", loss=loss)
     assert_same_training(model, oracle)
     divided = train(inner(0.02 / 3), [10], loss=loss)
     assert_differ(divided.get_weights(), oracle.get_weights())
@@ -377,10 +418,10 @@ def test_a_schedule_of_accum_steps_takes_effect_at_the_next_window(mode):
     model = train(
         ka.AccumOptimizer(keras.optimizers.SGD(0.5), ramp), sizes, mode, epochs=1
     )
-    oracle = train(keras.optimizers.SGD(0.5), [5, 6, 9], mode, epochs=1)
+    oracle = train(keras.optimizers.SGD(0.5), [5, 6, 9], "eager", epochs=1)
     assert_same_training(model, oracle)
     assert int(model.optimizer.micro_step) == 0
-    control = train(keras.optimizers.SGD(0.5), [5, 6, 4, 5], epochs=1)
+    control = train(keras.optimizers.SGD(0.5), [5, 6, 4, 5], "eager", epochs=1)
     assert_differ(control.get_weights(), oracle.get_weights())
 
 
@@ -410,11 +451,11 @@ def test_flush_divides_by_what_the_window_holds(mode):
     fit(model, Batches([4, 4, 2], x, y), None, None)
     assert_equal(model.get_weights(), dense_model().get_weights())
     model.optimizer.flush()
-    oracle = compile_in(dense_model(), mode, keras.optimizers.SGD(0.5))
+    oracle = compile_in(dense_model(), "eager", keras.optimizers.SGD(0.5))
     fit(oracle, x, y, 10)
     assert_same_training(model, oracle)
     short = dense_model()  # what dividing by k = 5 would give
-    compile_in(short, mode, keras.optimizers.SGD(0.3))
+    compile_in(short, "eager", keras.optimizers.SGD(0.3))
     fit(short, x, y, 10)
     assert_differ(short.get_weights(), oracle.get_weights())
     model.optimizer.flush()  # an empty window

@@ -331,6 +331,7 @@ def test_a_multi_optimizer_takes_gradients_that_are_none(mode):
     assert_equal([b], [three_variables()[1]])
 
 
+@pytest.mark.slow_in("xla")
 def test_two_players_alternate_within_a_window(mode):
     """As a GAN trains: each call brings the gradients of one of the two."""
     (a, b), optimizer = two_variables(), ka.AccumOptimizer(inner(), 4)

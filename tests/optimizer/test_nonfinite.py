@@ -140,6 +140,7 @@ def test_a_skipped_micro_batch_leaves_the_mean_of_the_rest(mode):
         assert run.skipped == (0, [1, 2, 3, 5, 5][seed])
 
 
+@pytest.mark.slow_in("xla")
 def test_a_window_of_skipped_micro_batches_is_skipped(mode):
     run, oracle, control = Accumulating(mode, "skip_micro_batch"), Plain(), Plain()
     for seed in (1, 2):
@@ -252,6 +253,7 @@ def test_a_flush_judges_the_open_window_too(policy):
 # --- propagate
 
 
+@pytest.mark.slow_in("xla")
 def test_by_default_a_nan_reaches_the_weights_as_in_keras(mode):
     assert ka.AccumOptimizer("sgd", 2).on_nonfinite == "propagate"
     run = Accumulating(mode, "propagate", sgd)
@@ -341,6 +343,7 @@ def test_a_loss_scale_optimizer_around_kerass_own_accumulation_lengthens_the_win
 # --- other routes
 
 
+@pytest.mark.slow_in("xla")
 def test_sparse_gradients_are_judged_and_skipped_like_dense_ones(mode):
     table = keras.Variable(np.ones((4, 2), "float32"))
     optimizer = ka.AccumOptimizer(

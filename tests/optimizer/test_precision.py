@@ -285,6 +285,7 @@ def test_fit_skips_a_window_with_an_overflow_as_the_large_batch():
     assert_differ(model.get_weights(), control.get_weights())
 
 
+@pytest.mark.slow_in("xla")
 def test_in_float32_a_scaler_inside_changes_nothing_but_the_overflow(mode):
     model = dense_model()
     optimizer = ka.AccumOptimizer(LossScaleOptimizer(inner()), 3)

@@ -52,14 +52,15 @@ def images(samples=SAMPLES):
 
 
 @pytest.mark.parametrize(
-    ("make", "mode", "step", "outside"),
+    ("make", "mode", "step", "outside", "how"),
     [
-        (conv_model, "xla", True, False),
-        (no_convolution, "xla", True, True),
-        (conv_model, "graph", False, False),
+        (conv_model, "xla", True, False, "accumulate"),
+        (conv_model, "xla", True, False, "class"),
+        (conv_model, "xla", True, False, "halve"),
+        (no_convolution, "xla", True, True, "accumulate"),
+        (conv_model, "graph", False, False, "accumulate"),
     ],
 )
-@pytest.mark.parametrize("how", ["accumulate", "class", "halve"])
 def test_micro_steps_with_convolutions_are_compiled_without_their_loop(
     make, mode, step, outside, how
 ):
@@ -159,11 +160,15 @@ def test_two_passes_equal_the_large_batch():
     check(conv_model, images(), "xla", options, control=False, two_pass=True)
 
 
+def slow(parameter):
+    return pytest.param(parameter, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "layer",
     [
-        lambda: keras.layers.SeparableConv2D(4, 3, activation="tanh"),
-        lambda: keras.layers.DepthwiseConv2D(3, depth_multiplier=2, use_bias=False),
+        slow(lambda: keras.layers.SeparableConv2D(4, 3, activation="tanh")),
+        slow(lambda: keras.layers.DepthwiseConv2D(3, depth_multiplier=2, use_bias=False)),
         lambda: keras.layers.Conv2DTranspose(4, 3, strides=2, use_bias=False),
     ],
 )

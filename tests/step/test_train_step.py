@@ -122,6 +122,7 @@ def test_every_reduction_of_a_token_loss_is_exact(masked_by, reduction):
         ("mean_with_sample_weight", "xla"),
     ],
 )
+@pytest.mark.slow_in("xla")
 def test_a_mask_and_sample_weights_together_are_exact(reduction, mode):
     def options():
         return {"loss": cross_entropy(reduction=reduction), "weighted_metrics": ["acc"]}
@@ -996,6 +997,7 @@ class Either(ka.GradientAccumulationModel):
         ({"micro_batch_size": 4}, "xla"),
     ],
 )
+@pytest.mark.slow_in("xla")
 def test_a_functional_accumulating_model_is_exact(split, mode):
     x, y = data(SAMPLES)
     model = compile_in(accumulating(**split), mode, sgd(), metrics=["mae"])
@@ -1548,9 +1550,12 @@ def test_a_loss_without_reduction_is_refused(how):
     assert_equal(slots(model.optimizer), before[1])
 
 
-@pytest.mark.parametrize("how", ["eager", "graph"])
-def test_targets_for_another_number_of_samples_are_refused(how):
-    model = compile_in(ka.accumulate(dense_model(), **STEPS), how, sgd())
+@pytest.mark.parametrize(
+    ("how", "two_pass"), [("eager", False), ("graph", False), ("graph", True)]
+)
+def test_targets_for_another_number_of_samples_are_refused(how, two_pass):
+    model = ka.accumulate(dense_model(), **STEPS, two_pass=two_pass)
+    compile_in(model, how, sgd())
     x, y = data(SAMPLES)
     model.train_on_batch(x, y)  # before, Keras refuses it while it builds
     before = model.get_weights(), slots(model.optimizer)
