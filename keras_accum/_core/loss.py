@@ -107,7 +107,7 @@ def _with_rank_of(weights: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
 
 def loss_of_none(loss: tf.Tensor) -> tf.Tensor:
     """`loss`, but 0 in place of the empty vector that Keras gives for no values."""
-    return tf.zeros((), loss.dtype) if loss.shape.as_list() == [0] else loss
+    return tf.reduce_sum(loss) if loss.shape.rank == 1 and loss.shape[0] == 0 else loss
 
 
 @contextlib.contextmanager
