@@ -50,6 +50,8 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):
         Ioffe and Szegedy, 2015, "Batch Normalization".
     """
 
+    moves_state_per_update = True  # Not named among the layers that do so per call.
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if renormalizes(self):

@@ -5,14 +5,23 @@ It also decides what becomes of a window that an epoch, or the training, leaves 
 
 import logging
 import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import keras
-import numpy as np
 
-from ._backend.private.layers import flatten_layers
+from ._backend.private.models import rows_tracked
 from ._core.checks import check_option
-from ._optimizer.wrapper import GradientAccumulationOptimizer
+from ._core.moving_state import describe_moving, moving_layers
+from ._optimizer.find import find_optimizers, has_known_train_step
+from ._optimizer.no_update import (
+    begin_training,
+    describe_overflow,
+    describe_skipping,
+    end_training,
+    number,
+)
+from ._optimizer.wrapper import AccumOptimizer
 
 TAILS = ("carry", "flush_epoch", "flush_end", "drop")
 
@@ -20,25 +29,36 @@ logger = logging.getLogger("keras_accum")
 
 
 class AccumulationMonitor(keras.callbacks.Callback):
-    """Logs the updates of `AccumOptimizer`, and closes windows that an epoch leaves open.
+    """Logs the updates of an accumulating model, and closes windows that stay open.
 
     ```python
     model.fit(x, y, batch_size=16, callbacks=[AccumulationMonitor(tail="flush_epoch")])
     ```
 
-    At the start of training it writes one line to the logger `keras_accum`, at INFO:
-    the effective batch, the updates per epoch, the memory of the accumulators. It warns
-    of BatchNormalization, whose statistics see one micro-batch at a time, and of
-    micro-batches that no update will use.
+    It watches each `AccumOptimizer` that the model trains with, also several that a
+    `train_step` of your own keeps (a GAN's), wherever they are: in attributes, dicts,
+    lists or nested models. Of a model in `accumulate`, or a `GradientAccumulationModel`,
+    it watches the steps, which leave nothing open.
+
+    At the start of training it writes to the logger `keras_accum`, at INFO: the effective
+    batch, the updates per epoch, the memory of the accumulators; a question mark stands
+    for what cannot be known. It warns of layers that move state at each call, of epochs
+    without an update, of windows skipped for a whole epoch, with the loss scale and the
+    dtype policy, and of micro-batches that no update will use.
 
     After each batch and each epoch it adds to the logs, and so to `History`,
     TensorBoard and the progress bar:
 
     - `updates`: updates made since the optimizer was constructed;
-    - `gradient_norm`: L2 norm of the last update's mean gradient, before clipping;
+    - `gradient_norm`: L2 norm of the last update's mean gradient, before clipping; of an
+      `AccumOptimizer`;
     - `loss_scale`: where the loss is scaled dynamically;
     - `skipped_windows`: windows skipped because of an overflow, an infinity or a NaN;
       where one can be skipped.
+
+    With several optimizers each name begins with that of its optimizer, made of the
+    attribute and the keys that lead to it: `d_optimizer_updates` for `model.d_optimizer`,
+    `optimizers_d_updates` for `model.optimizers["d"]`.
 
     Put it first in the list of callbacks, so that the others find these values, and the
     weights that a flush has updated. Reading the values waits for the step to finish.
@@ -51,8 +71,8 @@ class AccumulationMonitor(keras.callbacks.Callback):
             window really holds.
 
     Raises:
-        ValueError: for another `tail`; and at the start of training, if the model was
-            not compiled with an `AccumOptimizer`.
+        ValueError: for another `tail`; and at the start of training, if the model does
+            not accumulate.
     """
 
     def __init__(
@@ -61,49 +81,90 @@ class AccumulationMonitor(keras.callbacks.Callback):
         super().__init__()
         check_option("tail", tail, TAILS)
         self.tail = tail
-        self._before = self._left = 0
+        self._watched: dict[int, _Windows | _Steps] = {}
+        self._compiled: tuple[Any, Any] = (None, None)
         self._in_epoch = False
-        self._announced = False
+        self._batches = 0
+        self._rows_before = 0.0
 
     @property
-    def optimizer(self) -> GradientAccumulationOptimizer:
+    def optimizer(self) -> keras.optimizers.Optimizer:
         """The optimizer of the model that is trained."""
         return self.model.optimizer
 
+    # -------------------------------------------------------------- whom it watches
+
+    def _watch(self, has_stepped: bool = False) -> None:
+        """Find the optimizers that are there now; forget those that are gone.
+
+        What a new one has done before is not known if it `has_stepped` meanwhile.
+        """
+        found = _watchable(self.model)
+        for key, watched in found.items():
+            if key in self._watched:
+                found[key] = self._watched[key]
+            elif not has_stepped:
+                watched.begin_epoch()
+            found[key].prefix = f"{watched.name}: " if len(found) > 1 else ""
+        self._watched = found
+        self._compiled = (self.model.optimizer, self.model.train_function)
+
+    def _watch_if_compiled(self, has_stepped: bool = False) -> None:
+        """Follow the optimizer, if another callback has compiled the model."""
+        now = (self.model.optimizer, self.model.train_function)
+        if any(a is not b for a, b in zip(now, self._compiled)):
+            self._watch(has_stepped)
+
+    def _windows(self) -> "Iterator[_Windows]":
+        return (w for w in self._watched.values() if isinstance(w, _Windows))
+
+    # ------------------------------------------------------------------- the events
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Refuse a model without accumulation, and warn of BatchNormalization."""
-        if not isinstance(self.optimizer, GradientAccumulationOptimizer):
+        """Refuse a model without accumulation; name layers that move state."""
+        self._watched = {}
+        self._watch()
+        if not self._watched:
             raise ValueError(
-                "AccumulationMonitor watches an AccumOptimizer. Received a model "
+                "AccumulationMonitor watches a model that accumulates. Received one "
                 f"compiled with {type(self.optimizer).__name__}: write `model.compile("
-                "optimizer=AccumOptimizer(optimizer, accum_steps=...))`, or leave the "
-                "callback out."
+                "optimizer=AccumOptimizer(optimizer, accum_steps=...))`, or "
+                "`accumulate(model, ...)`, or leave the callback out."
             )
-        self._announced = False
-        normalizing = [layer.name for layer in _batch_normalizations(self.model)]
-        if normalizing:
-            logger.warning(
-                "BatchNormalization normalizes each micro-batch by itself, so that a "
-                "window is not the large batch: %s. GroupNormalization and "
-                "LayerNormalization have no such dependence.",
-                ", ".join(normalizing),
-            )
+        for windows in self._windows():
+            windows.begin_training(self.model)
+        if moving := moving_layers(self.model):
+            logger.warning("%s", describe_moving(moving))
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Note where the updates of this epoch begin."""
-        # Between epochs only: an epoch that an error ends leaves its window open.
-        self.optimizer.flushes_at_end = False
-        self._before = self._closed_windows()
-        self._left = 0
-        self._in_epoch = True
+        for watched in self._watched.values():
+            watched.say_late()
+        self._watch()
+        self._in_epoch, self._batches = True, 0
+        self._rows_before = rows_tracked(self.model)
+        for watched in self._watched.values():
+            watched.begin_epoch()
+        for windows in self._windows():
+            # Between epochs only: an epoch that an error ends leaves its window open.
+            windows.optimizer.flushes_at_end = False
+
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Find the optimizer that is to be used, which a callback may have changed."""
+        self._watch_if_compiled()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Add the values of the last update to the logs."""
-        if not self._announced:
+        self._watch_if_compiled(has_stepped=True)
+        self._batches = batch + 1
+        for watched in self._watched.values():
             # Only now is the size of a micro-batch known, and the optimizer built.
-            self._announced = True
-            self._announce(batches=batch + 1)
-        _add(logs, self._values())
+            if not watched.announced and watched.is_used():
+                watched.announced = True
+                self._announce(watched)
+        self._add_values(logs)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Close the window before the validation that ends an epoch."""
@@ -112,103 +173,251 @@ class AccumulationMonitor(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Close the window, and add the values of the last update to the logs."""
         self._end_epoch()
-        self.optimizer.flushes_at_end = self.tail == "flush_end"
-        if self.tail == "flush_end" and epoch == self.params.get("epochs", 0) - 1:
-            self.optimizer.flush()  # Here already, for the logs of the last epoch.
-        if self._closed_windows() == self._before:
-            logger.warning(
-                "Epoch %d has made no update: it has fewer micro-batches than a window "
-                "(%d held).",
-                epoch + 1,
-                self._left,
-            )
-        _add(logs, self._values())
+        last = epoch == self.params.get("epochs", 0) - 1
+        for windows in self._windows():
+            windows.optimizer.flushes_at_end = self.tail == "flush_end"
+            if self.tail == "flush_end" and last:
+                windows.optimizer.flush()  # Here already, for the logs of the last epoch.
+        for watched in self._watched.values():
+            told = f"{watched.prefix}Epoch {epoch + 1} has made no update: "
+            if skipped := watched.skipped_all(self.model, self._batches):
+                logger.warning("%s%s", told, skipped)
+            elif idle := watched.idle():
+                # If training ends here without any update, that says more.
+                watched.late.append(told + idle)
+        self._add_values(logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Close the window, or warn that it stays open."""
-        self.optimizer.flushes_at_end = False
-        if self.tail == "flush_end":
-            self.optimizer.flush()  # For a loop that is not `fit`, which has flushed.
-        left = _number(self.optimizer.micro_step)
-        if left:
-            logger.warning(
-                "%d micro-batches are left over in an open window: no update has used "
-                "them. The next `fit` goes on with them; `tail='flush_end'` updates "
-                "with them.",
-                left,
-            )
+        for windows in self._windows():
+            windows.optimizer.flushes_at_end = False
+            if self.tail == "flush_end":
+                windows.optimizer.flush()  # For what `fit` has not flushed.
+            end_training(windows.optimizer, windows.prefix)
+            if not windows.has_trained():
+                continue
+            windows.say_late()
+            if left := number(windows.optimizer.micro_step):
+                logger.warning(
+                    "%s%d micro-batches are left over in an open window: no update has "
+                    "used them. The next `fit` goes on with them; `tail='flush_end'` "
+                    "updates with them.",
+                    windows.prefix,
+                    left,
+                )
 
     def _end_epoch(self) -> None:
         if not self._in_epoch:
             return
         self._in_epoch = False
-        self._left = _number(self.optimizer.micro_step)
-        if self.tail == "flush_epoch":
-            self.optimizer.flush()
-        elif self.tail == "drop" and self._left:
-            self.optimizer.reset()
-            logger.warning(
-                "%d micro-batches at the end of the epoch dropped.", self._left
-            )
+        for windows in self._windows():
+            left = windows.end_epoch()
+            if self.tail == "flush_epoch":
+                windows.optimizer.flush()
+            elif self.tail == "drop" and left:
+                windows.optimizer.reset()
+                logger.warning(
+                    "%s%d micro-batches at the end of the epoch dropped.",
+                    windows.prefix,
+                    left,
+                )
 
-    def _closed_windows(self) -> int:
-        """Windows that have made an update, or were skipped, so far."""
-        optimizer = self.optimizer
-        return _number(optimizer.iterations) + _number(optimizer.skipped_windows)
+    # -------------------------------------------------------- what it says and logs
 
-    def _announce(self, batches: int) -> None:
-        window, steps = self.optimizer.window_length, self.params.get("steps")
+    def _announce(self, watched: "_Windows | _Steps") -> None:
         replicas = self.model.distribute_strategy.num_replicas_in_sync
-        rows = self._micro_batch_rows(batches, replicas)
-        logger.info(
-            "%s samples x %d accum_steps x %d replicas = effective batch %s; %s updates "
-            "per epoch; accumulators: %.1f MiB",
-            rows or "?",
-            window,
-            replicas,
-            rows * window * replicas or "?",
-            f"{self._updates(steps / window):g}" if steps else "?",
-            self.optimizer.accumulator_bytes / 2**20,
-        )
+        rows, steps = self._rows(replicas), self.params.get("steps")
+        updates = "?"
+        if steps:
+            windows = steps * watched.windows_per_step(self._batches)
+            updates = f"{self._updates(windows):g}"
+        said = watched.describe(rows, replicas, updates)
+        logger.info("%s%s", watched.prefix, said)
 
     def _updates(self, windows: float) -> float:
         """How many updates an epoch of so many windows makes."""
         whole = {"flush_epoch": math.ceil, "drop": math.floor}
         return whole[self.tail](windows) if self.tail in whole else windows
 
-    def _micro_batch_rows(self, batches: int, replicas: int) -> int:
-        """The samples of one micro-batch on one replica, by what the loss has seen."""
-        for metric in self.model.metrics:
-            if metric.name == "loss" and isinstance(metric, keras.metrics.Mean):
-                return round(_number(metric.count) / batches / replicas)
-        return 0
+    def _rows(self, replicas: int) -> int:
+        """The samples of a step on one replica, 0 where they are not known.
 
-    def _values(self) -> dict[str, float]:
+        Keras's own step, and this package's, count them for the mean of the loss. What a
+        `train_step` of the user's feeds into that metric may count steps.
+        """
+        if not has_known_train_step(self.model):
+            return 0
+        seen = rows_tracked(self.model) - self._rows_before
+        return round(seen / self._batches / replicas)
+
+    def _add_values(self, logs: dict[str, Any] | None) -> None:
+        if logs is None:
+            return
+        several = len(self._watched) > 1
+        for watched in self._watched.values():
+            for key, value in watched.values().items():
+                logs[f"{watched.name}_{key}" if several else key] = value
+
+
+class _Watched:
+    """What the monitor knows of an optimizer.
+
+    Attributes:
+        name: by which its values are logged, among several.
+        prefix: of what is said about it, among several.
+        announced: whether its window has been described.
+        late: what is said of an epoch when the next one begins.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.prefix, self.announced = name, "", False
+        self.late: list[str] = []
+
+    def say_late(self) -> None:
+        for late in self.late:
+            logger.warning("%s", late)
+        self.late = []
+
+
+class _Windows(_Watched):
+    """An `AccumOptimizer`; `left` micro-batches were in its window after an epoch."""
+
+    def __init__(self, name: str, optimizer: AccumOptimizer) -> None:
+        super().__init__(name)
+        self.optimizer = optimizer
+        self.left = 0
+        # Updates, skipped windows and micro-steps before the epoch; before training,
+        # updates. Not known, there have been some.
+        self._before = (-1, 0, 0)
+        self._updates_before = -1
+
+    def begin_training(self, model: keras.Model) -> None:
+        begin_training(model, self.optimizer)
+        self._updates_before = number(self.optimizer.iterations)
+
+    def begin_epoch(self) -> None:
+        self._before = self._counters()
+
+    def end_epoch(self) -> int:
+        self.left = number(self.optimizer.micro_step)
+        return self.left
+
+    def is_used(self) -> bool:
+        return self.optimizer.window_length > 0
+
+    def has_trained(self) -> bool:
+        """Whether there has been an update since the beginning of training."""
+        return number(self.optimizer.iterations) > self._updates_before
+
+    def skipped_all(self, model: keras.Model, batches: int) -> str:
+        """What to say if all windows of the epoch were skipped."""
+        updates, skipped, _ = self._since()
+        if updates or not skipped:
+            return ""
+        if self.optimizer.training is not None:  # Told once, not at the end again.
+            self.optimizer.training.skipped = number(self.optimizer.skipped_windows)
+        why = describe_skipping(model, self.optimizer)
+        return f"all {skipped} windows were skipped. {why}"
+
+    def idle(self) -> str:
+        """What to say if no window of the epoch was filled."""
+        updates, skipped, _ = self._since()
+        if updates or skipped or self.left == self._before[2]:
+            return ""
+        return f"it has fewer micro-batches than a window ({self.left} held)."
+
+    def windows_per_step(self, batches: int) -> float:
+        """The windows that a step fills, by the first ones of the epoch."""
+        length = self.optimizer.window_length
+        updates, skipped, held = self._since()
+        closed = updates + skipped
+        if self._before[0] < 0 or (closed and callable(self.optimizer.accum_steps)):
+            return 1 / length
+        return (closed + held / length) / batches
+
+    def describe(self, rows: int, replicas: int, updates: str) -> str:
+        length = self.optimizer.window_length
+        return (
+            f"{rows or '?'} samples x {length} accum_steps x {replicas} replicas = "
+            f"effective batch {rows * length * replicas or '?'}; {updates} updates per "
+            f"epoch; accumulators: {self.optimizer.accumulator_bytes / 2**20:.1f} MiB"
+        )
+
+    def values(self) -> dict[str, float]:
         optimizer = self.optimizer
-        values = {
-            "updates": _number(optimizer.iterations),
-            "gradient_norm": _number(optimizer.last_gradient_norm),
+        values: dict[str, float] = {
+            "updates": number(optimizer.iterations),
+            "gradient_norm": number(optimizer.last_gradient_norm),
         }
         if optimizer.scales_dynamically or optimizer.on_nonfinite.startswith("skip"):
-            values["skipped_windows"] = _number(optimizer.skipped_windows)
+            values["skipped_windows"] = number(optimizer.skipped_windows)
         if optimizer.scales_dynamically:
-            values["loss_scale"] = _number(optimizer.dynamic_scale)
+            values["loss_scale"] = number(optimizer.dynamic_scale)
+        return values
+
+    def _counters(self) -> tuple[int, int, int]:
+        optimizer = self.optimizer
+        counters = (optimizer.iterations, optimizer.skipped_windows, optimizer.micro_step)
+        updates, skipped, held = map(number, counters)
+        return updates, skipped, held
+
+    def _since(self) -> tuple[int, int, int]:
+        now = zip(self._counters(), self._before)
+        updates, skipped, held = (after - before for after, before in now)
+        return updates, skipped, held
+
+
+class _Steps(_Watched):
+    """The optimizer of a model that accumulates in its step."""
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, accumulation: Any) -> None:
+        super().__init__("optimizer")
+        self.optimizer, self.accumulation = optimizer, accumulation
+        self._updates_before = -1
+
+    def begin_epoch(self) -> None:
+        self._updates_before = number(self.optimizer.iterations)
+
+    def skipped_all(self, model: keras.Model, batches: int) -> str:
+        """What to say if all steps of the epoch were skipped."""
+        scale = self.values().get("loss_scale")
+        moved = number(self.optimizer.iterations) != self._updates_before
+        if scale is None or moved or not batches:
+            return ""
+        return f"all {batches} steps were skipped. {describe_overflow(model, scale)}"
+
+    def idle(self) -> str:
+        return ""
+
+    def is_used(self) -> bool:
+        return True
+
+    def windows_per_step(self, batches: int) -> float:
+        return 1
+
+    def describe(self, rows: int, replicas: int, updates: str) -> str:
+        size, steps = self.accumulation.micro_batch_size, self.accumulation.accum_steps
+        parts = f"micro-batches of {size}" if steps is None else f"{steps} micro-batches"
+        return (
+            f"{rows or '?'} samples x {replicas} replicas = effective batch "
+            f"{rows * replicas or '?'}, in {parts}; {updates} updates per epoch, one a "
+            "step: no window stays open"
+        )
+
+    def values(self) -> dict[str, float]:
+        values: dict[str, float] = {"updates": number(self.optimizer.iterations)}
+        scaled = isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)
+        if scaled and self.optimizer.built:
+            values["loss_scale"] = number(self.optimizer.dynamic_scale)
         return values
 
 
-def _add(logs: dict[str, Any] | None, values: dict[str, float]) -> None:
-    if logs is not None:
-        logs.update(values)
-
-
-def _number(value: keras.Variable | int) -> Any:
-    """The Python number that a scalar variable holds, under a strategy too."""
-    return np.asarray(keras.ops.convert_to_numpy(value)).item()
-
-
-def _batch_normalizations(model: keras.Model) -> list[keras.layers.Layer]:
-    return [
-        layer
-        for layer in flatten_layers(model)
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
-    ]
+def _watchable(model: keras.Model) -> dict[int, _Windows | _Steps]:
+    """What there is to watch in the training of `model`, by the `id` of an optimizer."""
+    found = find_optimizers(model)
+    if found:
+        return {id(o): _Windows(name, o) for name, o in found.items()}
+    accumulation = getattr(model, "accumulation", None)
+    if accumulation is None or not has_known_train_step(model):
+        return {}
+    return {id(model.optimizer): _Steps(model.optimizer, accumulation)}

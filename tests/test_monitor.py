@@ -1,10 +1,12 @@
 """`AccumulationMonitor`: what becomes of open windows, and what it says and logs."""
 
+import contextlib
 import functools
 import logging
 import pathlib
 import subprocess
 import sys
+import warnings
 
 import keras
 import numpy as np
@@ -23,6 +25,7 @@ from helpers import (
     slots,
 )
 
+import keras_accum as ka
 from keras_accum import AccumOptimizer, AccumulationMonitor
 
 # 26 rows in micro-batches of 4, the seventh of 2, in windows of 4 micro-batches, for two
@@ -38,8 +41,26 @@ LEFT_OVER = (
     "{} micro-batches are left over in an open window: no update has used them. The next "
     "`fit` goes on with them; `tail='flush_end'` updates with them."
 )
+IDLE = "Epoch {} has made no update: it has fewer micro-batches than a window ({} held)."
 NO_UPDATE = (
-    "Epoch {} has made no update: it has fewer micro-batches than a window ({} held)."
+    "This training has made no update: the open window holds {} of {} micro-batches. The "
+    "next `fit` goes on with them. For an update with them, call `optimizer.flush()`, or "
+    "pass the callback `AccumulationMonitor(tail='flush_end')`."
+)
+ALL_DROPPED = (
+    "This training has made no update: {} micro-batches were dropped before they filled "
+    "a window of {}."
+)
+SKIPPED = (
+    "Epoch {} has made no update: all {} windows were skipped. Each held an infinity or "
+    "a NaN (on_nonfinite='skip_window'). Look at the data, the loss and the learning "
+    "rate."
+)
+OVERFLOWN = (
+    "Epoch {} has made no update: all {} were skipped. Each held an infinity or a NaN. "
+    "The loss scale has fallen to {} (dtype policy 'mixed_float16'). If no scale is "
+    "small enough, the loss itself is not finite: look at the data, the loss and the "
+    "learning rate."
 )
 DROPPED = "{} micro-batches at the end of the epoch dropped."
 
@@ -84,6 +105,16 @@ def monitored(model, tail="carry", *, samples=26, epochs=2, batch_size=4, **opti
         callbacks=[AccumulationMonitor(tail=tail)],
         **options,
     )
+
+
+@contextlib.contextmanager
+def only_warning(message):
+    """Raise unless exactly one warning is given inside, with this text, of a test."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    assert [str(w.message) for w in found] == [message]
+    assert pathlib.Path(found[0].filename).parent == pathlib.Path(__file__).parent
 
 
 @pytest.fixture
@@ -255,8 +286,10 @@ def test_a_loop_that_is_not_fit_is_flushed_at_its_end(tail, left):
     model, monitor = accumulating(), AccumulationMonitor(tail=tail)
     monitor.set_model(model)
     monitor.on_train_begin()
-    model.optimizer.apply([tf.ones(v.shape) for v in model.trainable_variables])
-    monitor.on_train_end()
+    gradients = [tf.ones(v.shape) for v in model.trainable_variables]
+    model.optimizer.apply(gradients, weight=1)
+    with only_warning(NO_UPDATE.format(1, 4)) if left else contextlib.nullcontext():
+        monitor.on_train_end()
     assert int(model.optimizer.micro_step.numpy()) == left
     assert int(model.optimizer.iterations.numpy()) == 1 - left
 
@@ -307,17 +340,14 @@ def test_lightning_21808_an_epoch_shorter_than_a_window_is_warned_of(messages):
     # 2 micro-batches of 4 in each epoch: the second closes the window.
     model = accumulating()
     before = model.get_weights()
-    monitored(model, samples=8, epochs=1)
+    with only_warning(NO_UPDATE.format(2, 4)):
+        monitored(model, samples=8, epochs=1)
     assert_close(model.get_weights(), before)
-    assert messages() == [
-        ("INFO", start(updates="0.5")),
-        ("WARNING", NO_UPDATE.format(1, 2)),
-        ("WARNING", LEFT_OVER.format(2)),
-    ]
+    assert messages() == [("INFO", start(updates="0.5"))]
     monitored(model, samples=8, epochs=2)
-    assert messages()[3:] == [
+    assert messages()[1:] == [
         ("INFO", start(updates="0.5")),
-        ("WARNING", NO_UPDATE.format(2, 2)),
+        ("WARNING", IDLE.format(2, 2)),
         ("WARNING", LEFT_OVER.format(2)),
     ]
     assert int(model.optimizer.iterations) == 1
@@ -336,10 +366,12 @@ def test_lightning_21808_a_flush_trains_an_epoch_shorter_than_a_window(messages)
 
 def test_lightning_21808_the_warning_counts_what_was_dropped(messages):
     model = accumulating()
-    monitored(model, "drop", samples=8, epochs=1)
+    with only_warning(ALL_DROPPED.format(4, 4)):
+        monitored(model, "drop", samples=8, epochs=2)
     assert [text for _, text in messages()[1:]] == [
         DROPPED.format(2),
-        NO_UPDATE.format(1, 2),
+        IDLE.format(1, 2),
+        DROPPED.format(2),
     ]
     assert int(model.optimizer.iterations) == 0
 
@@ -350,13 +382,10 @@ def test_an_epoch_without_an_update_is_warned_of_after_skipped_windows_too(messa
     fit(model, np.full_like(x, np.nan), y, 4, callbacks=[AccumulationMonitor()])
     assert int(model.optimizer.skipped_windows) == 1
     # That window was long enough, and not what the warning is about.
-    assert messages() == [("INFO", start(updates="1"))]
-    monitored(model, samples=8, epochs=1)
-    assert messages()[1:] == [
-        ("INFO", start(updates="0.5")),
-        ("WARNING", NO_UPDATE.format(1, 2)),
-        ("WARNING", LEFT_OVER.format(2)),
-    ]
+    assert messages() == [("INFO", start(updates="1")), ("WARNING", SKIPPED.format(1, 1))]
+    with only_warning(NO_UPDATE.format(2, 4)):
+        monitored(model, samples=8, epochs=1)
+    assert messages()[2:] == [("INFO", start(updates="0.5"))]
 
 
 def test_the_start_line_tells_the_memory_of_the_accumulators(messages):
@@ -440,9 +469,12 @@ def test_batch_normalization_is_warned_of_at_any_depth(messages):
     assert messages() == [
         (
             "WARNING",
-            "BatchNormalization normalizes each micro-batch by itself, so that a window "
-            "is not the large batch: first, deep. GroupNormalization and "
-            "LayerNormalization have no such dependence.",
+            "State moves at each call of 2 layers, per micro-batch instead of per "
+            "update, so that a window is not the large batch: first "
+            "(BatchNormalization), deep (BatchNormalization). BatchNormalization also "
+            "normalizes each micro-batch by itself. AccumBatchNormalization moves its "
+            "statistics per update; GroupNormalization and LayerNormalization do not "
+            "depend on the batch.",
         ),
         ("INFO", start(updates="1")),
     ]
@@ -479,9 +511,9 @@ def test_a_model_without_accumulation_is_refused(name):
     assert_refused(
         lambda: monitored(model),
         ValueError,
-        f"AccumulationMonitor watches an AccumOptimizer. Received a model compiled with "
-        f"{name}: write `model.compile(optimizer=AccumOptimizer(optimizer, "
-        "accum_steps=...))`, or leave the callback out.",
+        "AccumulationMonitor watches a model that accumulates. Received one compiled "
+        f"with {name}: write `model.compile(optimizer=AccumOptimizer(optimizer, "
+        "accum_steps=...))`, or `accumulate(model, ...)`, or leave the callback out.",
     )
     assert_close(model.get_weights(), before)
     fit(model, *data(), 4)
@@ -597,6 +629,315 @@ def test_the_monitor_changes_no_number_of_training():
     assert history["loss"] == expected["loss"]
     for a, b in zip(model.get_weights(), unwatched.get_weights()):
         np.testing.assert_array_equal(a, b)
+
+
+# ------------------------------------------------------------ whom else it watches
+
+
+class Adversaries(keras.Model):
+    """Two networks and two optimizers, applied in turn, as in a GAN."""
+
+    def __init__(self, generator_optimizer, critic_optimizer, critic_steps=1):
+        super().__init__()
+        self.generator = keras.layers.Dense(5)
+        self.critic = keras.layers.Dense(1)
+        self.optimizers = {"g": generator_optimizer, "d": [critic_optimizer]}
+        self.critic_steps = critic_steps
+
+    def call(self, x):
+        return self.critic(self.generator(x))
+
+    def train_step(self, x):
+        for _ in range(self.critic_steps):
+            with tf.GradientTape() as tape:
+                fake, real = self(x), self.critic(x)
+                loss = tf.reduce_mean(tf.square(fake) + tf.square(real - 1.0))
+            weights = self.critic.trainable_variables
+            gradients = tape.gradient(loss, weights)
+            self.optimizers["d"][0].apply(gradients, weights, weight=len(x))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x) - 1.0))
+        weights = self.generator.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        self.optimizers["g"].apply(gradients, weights, weight=len(x))
+        return {"g_loss": loss}
+
+
+def adversaries(steps=4, **options):
+    keras.utils.set_random_seed(3)
+    model = Adversaries(AccumOptimizer(sgd(), steps), AccumOptimizer(sgd(), 2), **options)
+    model.compile(run_eagerly=True)
+    model(tf.zeros((1, 5)))
+    return model
+
+
+def test_several_optimizers_are_watched_each_by_its_name(messages):
+    model = adversaries()
+    (x, _), monitor = data(24), AccumulationMonitor()
+    history = model.fit(x, batch_size=4, verbose=0, epochs=2, callbacks=[monitor]).history
+    keys = {"updates", "gradient_norm"}
+    names = {f"optimizers_{name}_{key}" for name in ("g", "d_0") for key in keys}
+    assert set(history) == {"g_loss", *names}
+    assert history["optimizers_g_updates"] == [1, 3]
+    assert history["optimizers_d_0_updates"] == [3, 6]
+    norms = [history[f"optimizers_{name}_gradient_norm"] for name in ("g", "d_0")]
+    assert_differ(*norms)
+    unknown = {"rows": "?", "effective": "?"}
+    assert messages() == [
+        ("INFO", "optimizers_g: " + start(**unknown, updates="1.5")),
+        ("INFO", "optimizers_d_0: " + start(**unknown, steps=2, updates="3")),
+    ]
+
+
+@pytest.mark.parametrize("tail", ["flush_epoch", "flush_end", "drop", "carry"])
+def test_the_tail_of_each_optimizer_is_handled(tail, messages):
+    # 5 micro-batches: windows of 4 and of 2 both leave one.
+    model, (x, _) = adversaries(), data(20)
+    model.fit(x, batch_size=4, verbose=0, epochs=1, callbacks=[AccumulationMonitor(tail)])
+    optimizers = [model.optimizers["g"], model.optimizers["d"][0]]
+    flushed = tail.startswith("flush")
+    assert [int(o.iterations) for o in optimizers] == [1 + flushed, 2 + flushed]
+    assert [int(o.micro_step) for o in optimizers] == [tail == "carry"] * 2
+    said = [text for level, text in messages() if level == "WARNING"]
+    one = {"drop": DROPPED, "carry": LEFT_OVER}.get(tail)
+    names = ["optimizers_g: ", "optimizers_d_0: "] if one else []
+    assert said == [name + one.format(1) for name in names]
+
+
+def test_one_of_several_that_makes_no_update_is_named(messages):
+    model, (x, _) = adversaries(steps=9), data(12)
+    with only_warning("optimizers_g: " + NO_UPDATE.format(3, 9)):
+        model.fit(x, batch_size=4, verbose=0, callbacks=[AccumulationMonitor()])
+    assert [text for level, text in messages() if level == "WARNING"] == [
+        "optimizers_d_0: " + LEFT_OVER.format(1)
+    ]
+
+
+def test_an_optimizer_that_is_applied_several_times_a_step_is_counted_so(messages):
+    model, (x, _) = adversaries(critic_steps=3), data(16)
+    history = model.fit(
+        x, batch_size=4, verbose=0, callbacks=[AccumulationMonitor()]
+    ).history
+    assert history["optimizers_d_0_updates"] == [6]
+    unknown = {"rows": "?", "effective": "?"}
+    assert [text for _, text in messages()] == [
+        "optimizers_g: " + start(**unknown, updates="1"),
+        "optimizers_d_0: " + start(**unknown, steps=2, updates="6"),
+    ]
+
+
+def test_an_optimizer_that_is_not_used_is_not_warned_of(messages):
+    model, (x, _) = adversaries(), data(16)
+    model.spare = AccumOptimizer("sgd", 8)
+    model.spare.build(model.trainable_variables)
+    model.fit(x, batch_size=4, verbose=0, callbacks=[AccumulationMonitor()])
+    assert [level for level, _ in messages()] == ["INFO"] * 2
+    assert not any("spare" in text for _, text in messages())
+
+
+@pytest.mark.parametrize("how", ["accumulate", "class"])
+@pytest.mark.parametrize("split", [{"accum_steps": 3}, {"micro_batch_size": 5}])
+def test_a_model_that_accumulates_in_its_step_is_watched(how, split, messages):
+    model = dense_model()
+    if how == "class":
+        model = ka.GradientAccumulationModel(model.inputs, model.outputs, **split)
+    else:
+        ka.accumulate(model, **split)
+    compile_in(model, "eager", sgd())
+    history = monitored(model, batch_size=13).history
+    assert set(history) == {"loss", "updates"}
+    assert history["updates"] == [2, 4]
+    parts = "3 micro-batches" if "accum_steps" in split else "micro-batches of 5"
+    line = (
+        f"13 samples x 1 replicas = effective batch 13, in {parts}; 2 updates per epoch, "
+        "one a step: no window stays open"
+    )
+    assert messages() == [("INFO", line)]
+
+
+def test_a_step_and_an_optimizer_that_both_accumulate_are_watched_together(messages):
+    model = ka.accumulate(dense_model(), micro_batch_size=2)
+    compile_in(model, "eager", AccumOptimizer(sgd(), 2))
+    history = monitored(model, "flush_epoch", batch_size=6).history
+    assert history["updates"] == [3, 6]
+    line = start(rows=6, steps=2, effective=12, updates="3")
+    assert messages() == [("INFO", line)]
+
+
+class Recompile(keras.callbacks.Callback):
+    """Compiles the model anew at some moment of the second epoch."""
+
+    def __init__(self, moment, optimizer):
+        super().__init__()
+        self.moment, self.optimizer = moment, optimizer
+        self.epoch = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+        self._compile_at("epoch_begin")
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._compile_at("batch_begin")
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._compile_at("batch_end")
+
+    def _compile_at(self, moment):
+        if moment == self.moment and self.epoch == 1 and self.optimizer:
+            self.model.compile(self.optimizer(), loss="mse", run_eagerly=True)
+            self.model.make_train_function(force=True)
+            self.optimizer = None
+
+
+@pytest.mark.parametrize("moment", ["epoch_begin", "batch_begin", "batch_end"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_model_compiled_by_another_callback_is_followed(moment, first, messages):
+    recompile = Recompile(moment, lambda: AccumOptimizer(sgd(), 2))
+    monitor = AccumulationMonitor()
+    callbacks = [monitor, recompile] if first else [recompile, monitor]
+    model = accumulating()
+    history = fit(model, *data(16), 4, epochs=2, callbacks=callbacks).history
+    # The old one had 1 update after the first epoch, and a window open after 1 step.
+    updates = 1 if moment == "batch_end" else 2
+    assert history["updates"] == [1, updates]
+    said = [text for level, text in messages() if level == "WARNING"]
+    assert said == ([LEFT_OVER.format(1)] if moment == "batch_end" else [])
+
+
+def test_a_model_compiled_without_accumulation_meanwhile_is_watched_no_longer(messages):
+    recompile = Recompile("epoch_begin", sgd)
+    callbacks = [AccumulationMonitor("flush_end"), recompile]
+    history = fit(accumulating(), *data(16), 4, epochs=2, callbacks=callbacks).history
+    assert history["updates"] == [1]
+    assert messages() == [("INFO", start(updates="1"))]
+
+
+# ----------------------------------------------------------------- windows skipped
+
+
+@pytest.mark.parametrize("route", ["optimizer", "step"])
+def test_an_epoch_of_overflows_is_warned_of_with_the_scale_and_the_policy(
+    route, messages
+):
+    keras.config.set_dtype_policy("mixed_float16")
+    x, y = data(16)
+    bad = np.full_like(x, np.nan)
+    model = dense_model()
+    if route == "step":
+        ka.accumulate(model, accum_steps=2)
+        optimizer = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=16.0)
+        what, scales = "4 steps", [1, 0.0625]
+    else:
+        scaler = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=16.0)
+        optimizer = AccumOptimizer(scaler, 2)
+        what, scales = "2 windows", [4, 1]
+    compile_in(model, "eager", optimizer)
+    history = fit(model, bad, y, 4, epochs=2, callbacks=[AccumulationMonitor()]).history
+    assert [text for level, text in messages() if level == "WARNING"] == [
+        OVERFLOWN.format(1, what, f"{scales[0]:g}"),
+        OVERFLOWN.format(2, what, f"{scales[1]:g}"),
+    ]
+    assert history["loss_scale"] == scales
+    assert history["updates"] == [0, 0]
+    fit(model, x, y, 4, callbacks=[AccumulationMonitor()])
+    assert len([1 for level, _ in messages() if level == "WARNING"]) == 2
+
+
+def test_one_window_that_is_not_skipped_is_enough(messages):
+    x, y = data(16)
+    x[:8] = np.nan
+    model = accumulating(steps=2, options={"on_nonfinite": "skip_window"})
+    fit(model, x, y, 4, callbacks=[AccumulationMonitor()])
+    assert int(model.optimizer.skipped_windows) == 1
+    assert [level for level, _ in messages()] == ["INFO"]
+
+
+# --------------------------------------------------------- samples and moving state
+
+
+class OwnMetric(keras.Model):
+    """Feeds the metric that Keras shows as "loss" once a step, as Keras's guides do."""
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+        return {"loss": self.metrics[0].result()}
+
+
+class OwnLoss(keras.Model):
+    """Has a metric of its own, called "loss", in a `compute_loss` of its own."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.mine = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self):
+        return [self.mine]
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        self.mine.update_state(loss)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [
+        (OwnMetric, {"rows": "?", "effective": "?"}),
+        (OwnLoss, {"rows": 4, "effective": 16}),
+    ],
+)
+def test_samples_are_not_what_a_metric_of_the_users_counts(kind, known, messages):
+    plain = dense_model()
+    model = kind(plain.inputs, plain.outputs)
+    compile_in(model, "eager", AccumOptimizer(sgd(), 4))
+    for _ in range(2):  # Nobody resets the metric of Keras's, if it is not shown.
+        monitored(model, samples=16)
+    assert messages() == [("INFO", start(updates="1", **known))] * 2
+
+
+def test_three_layers_are_named_and_the_others_counted(messages):
+    normalizing = [keras.layers.BatchNormalization(name=f"bn{i}") for i in range(3)]
+    spectral = keras.layers.SpectralNormalization(keras.layers.Dense(4), name="spectral")
+    pooled = ka.AccumBatchNormalization(name="pooled")
+    layers = [spectral, *normalizing, pooled, keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((5,)), *layers])
+    compile_in(model, "eager", AccumOptimizer("sgd", 4))
+    monitored(model, samples=16, epochs=1)
+    assert messages()[0] == (
+        "WARNING",
+        "State moves at each call of 4 layers, per micro-batch instead of per update, so "
+        "that a window is not the large batch: spectral (SpectralNormalization), bn0 "
+        "(BatchNormalization), bn1 (BatchNormalization), and 1 more. BatchNormalization "
+        "also normalizes each micro-batch by itself. AccumBatchNormalization moves its "
+        "statistics per update; GroupNormalization and LayerNormalization do not depend "
+        "on the batch.",
+    )
+
+
+def test_a_frozen_layer_is_named_only_if_its_state_moves_all_the_same(messages):
+    spectral = keras.layers.SpectralNormalization(keras.layers.Dense(4), name="spectral")
+    frozen = [spectral, keras.layers.BatchNormalization(name="bn")]
+    for layer in frozen:
+        layer.trainable = False
+    model = keras.Sequential([keras.Input((5,)), *frozen, keras.layers.Dense(3)])
+    compile_in(model, "eager", AccumOptimizer("sgd", 4))
+    before = [v.numpy() for v in spectral.weights], model.layers[1].get_weights()
+    monitored(model, samples=16, epochs=1)
+    assert messages()[0] == (
+        "WARNING",
+        "State moves at each call of 1 layer, per micro-batch instead of per update, so "
+        "that a window is not the large batch: spectral (SpectralNormalization).",
+    )
+    assert_differ([v.numpy() for v in spectral.weights], before[0])
+    assert_equal(model.layers[1].get_weights(), before[1])
 
 
 # ------------------------------------------------------------------------- replicas

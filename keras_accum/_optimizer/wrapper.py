@@ -49,6 +49,7 @@ from .arguments import (
     resolve_optimizer,
     scaler_settings,
 )
+from .no_update import Training, end_training, note_dropped
 from .pending import PendingWeight
 from .saving import check_saved, split_scaler, split_window
 from .update import EndOfWindow
@@ -194,6 +195,8 @@ class AccumOptimizer(LossScaleOptimizer):
         self._pending_weight = PendingWeight()
         # Set for the time of a `fit` by `AccumulationMonitor(tail="flush_end")`.
         self.flushes_at_end = False
+        # Where the counters stood when the `fit` that is under way began.
+        self.training: Training | None = None
         self._scaled.assign(scaler is not None)
         if scaler is not None and scaler.built:
             self.step_counter.assign(scaler.step_counter)
@@ -641,6 +644,7 @@ class AccumOptimizer(LossScaleOptimizer):
         """
         if self.flushes_at_end:
             self.flush()
+        end_training(self)
         if keras.ops.convert_to_numpy(self.iterations) > 0:
             self.inner_optimizer.finalize_variable_values(var_list)
 
@@ -666,6 +670,8 @@ class AccumOptimizer(LossScaleOptimizer):
     def reset(self) -> None:
         """Drop what the window holds. Weights and counters stay as they are."""
         if self.built:
+            if tf.executing_eagerly():
+                note_dropped(self)
             replica.run_on(self._strategy, self._drop)
 
     def _drop(self) -> None:

@@ -155,6 +155,11 @@ def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     return list(layer._layers)
 
 
+def attributes(value: Any) -> dict[str, Any]:
+    """What was set on `value`, without the lists that TensorFlow keeps of it there."""
+    return {n: held for n, held in vars(value).items() if not n.startswith("_self_")}
+
+
 def has_build(layer: keras.layers.Layer) -> bool:
     """Whether `layer` has a `build` of its own; else Keras builds it by calling it."""
     return not is_default(layer.build)

@@ -126,6 +126,17 @@ def all_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     return list({id(metric): metric for metric in found}.values())
 
 
+def rows_tracked(model: keras.Model) -> float:
+    """The samples by which Keras's step has averaged the loss, since it was reset.
+
+    The metric is not always among `model.metrics`, and another may have its name.
+    """
+    tracker = getattr(model, "_loss_tracker", None)
+    if tracker is None:
+        return 0.0
+    return float(keras.ops.convert_to_numpy(tracker.count))
+
+
 def state_of_layers(model: keras.Model) -> list[keras.Variable]:
     """What a pass through a model may assign: moving statistics, seeds, metrics.
 
