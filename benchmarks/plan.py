@@ -54,7 +54,7 @@ from keras import layers
 import keras_accum
 from keras_accum._core.loop import compiles_loop
 from keras_accum._planning.measure import StepProfiler
-from keras_accum._planning.planner import _batch, _switch_on
+from keras_accum._planning.planner import _samples, _switch_on
 from keras_accum._planning.search import candidates
 from keras_accum._planning.transaction import preserving_state
 
@@ -223,6 +223,11 @@ def prepare(case: Case) -> tuple[keras.Model, Any]:
     return model, case.workload.sample(rows, np.random.default_rng(0))
 
 
+def as_tensors(samples: Any) -> Any:
+    """The samples as a step gets them."""
+    return _samples(samples, None, tf.distribute.get_strategy(), window=1)[0]
+
+
 def is_compiled(case: Case) -> bool:
     """Whether XLA compiles the whole step."""
     return compiles_loop(prepare(case)[0])
@@ -231,18 +236,20 @@ def is_compiled(case: Case) -> bool:
 def peaks_of(case: Case, kinds: Sequence[Kind]) -> dict[Kind, int]:
     """The peak of each kind of step."""
     model, samples = prepare(case)
-    batch, _ = _batch(samples, None, 1)
+    batch = as_tensors(samples)
     with preserving_state(model):
-        meter = StepProfiler(model, batch, _switch_on)
-        return {kind: meter.measure(*kind, timed=False).peak_bytes for kind in kinds}
+        profiler = StepProfiler(model, batch, _switch_on)
+        return {kind: profiler.measure(*kind, timed=False).peak_bytes for kind in kinds}
 
 
 def seconds_of(case: Case, kinds: Sequence[Kind]) -> dict[Kind, float]:
     """The CPU seconds of a step of each kind, which take turns."""
     model, samples = prepare(case)
-    batch, _ = _batch(samples, None, 1)
-    meter = StepProfiler(model, batch, _switch_on)
-    steps = {kind: meter._step(*kind, batch) for kind in kinds}
+    batch = as_tensors(samples)
+    profiler, steps = StepProfiler(model, batch, _switch_on), {}
+    for kind in kinds:
+        with profiler.configured(*kind):
+            steps[kind] = profiler.step(*kind, batch)
     methods = {
         str(kind): lambda step=step: np.asarray(step(batch)["loss"])
         for kind, step in steps.items()
@@ -272,7 +279,7 @@ def count_memory(case: Case, size: int, recompute: Any) -> tuple[int, int]:
     """
     model, samples = prepare(case)
     model.optimizer.build(model.trainable_variables)
-    (x, y, _), _ = _batch(samples, None, 1)
+    x, y, _ = as_tensors(samples)
     if recompute:
         _switch_on(model, recompute)
     keras_accum.accumulate(model, micro_batch_size=size)

@@ -63,6 +63,14 @@ def local_result(value: Any) -> Any:
     return tf.distribute.get_strategy().experimental_local_results(value)[0]
 
 
+def local_parts(strategy: tf.distribute.Strategy, value: Any) -> list[Any]:
+    """What each replica has of a nested `value`; all of it, if it is not distributed."""
+    leaves = tf.nest.flatten(value, expand_composites=False)
+    if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
+        return list(strategy.experimental_local_results(value))
+    return [value]
+
+
 def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The sums of `tensors` over all replicas, each in the dtype of its own.
 

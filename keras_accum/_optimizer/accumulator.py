@@ -258,6 +258,11 @@ class Accumulator:
             self.reference_weight.assign(tf.where(first, one, held_weight))
         return tf.greater_equal(taken, held)
 
+    def end_with_next(self) -> None:
+        """Have the next micro-step end the window, whatever its length is."""
+        self.micro_step.assign(1)
+        self.length.assign(1)
+
     def restart(self) -> None:
         """Begin a new window."""
         self.micro_step.assign(tf.zeros((), "int64"))

@@ -1,4 +1,4 @@
-"""Amounts of memory: read from what a user writes, found on the device, written down."""
+"""Amounts of memory: parsed from a budget, counted on the device, printed."""
 
 import re
 from typing import Any
@@ -12,13 +12,14 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def parse_budget(budget: Any, held: int = 0) -> int:
-    """The bytes that a budget stands for.
+    """The bytes of a budget.
 
     Args:
         budget: an int (bytes); a string with a unit, such as "8GiB", "256 MiB" or
             "1.5GB"; a float above 0 and up to 1, the share of the device's memory; or
             "device", what is free on it.
-        held: bytes that the model holds on the device already, which its budget covers.
+        held: bytes that the model already has on the device. Free memory is counted
+            without them, and a budget with them.
 
     Raises:
         ValueError, TypeError: for anything else.
@@ -42,30 +43,26 @@ def _parse_text(text: str) -> int:
         raise ValueError(_message(text))
     number, prefix, binary = match.groups()
     unit = (1024 if binary else 1000) ** _POWERS[prefix.upper()]
-    return _at_least_one(int(float(number) * unit), text)
-
-
-def _at_least_one(size: int, text: str) -> int:
-    if size < 1:
+    if (size := int(float(number) * unit)) < 1:
         raise ValueError(_message(text))
     return size
 
 
 def _message(received: Any) -> str:
     return (
-        "`memory_budget` must be a number of bytes (an int above 0), a text with a unit "
-        "such as '8GiB' or '500MB', a share of the device's memory (a float above 0 and "
-        f"up to 1), or 'device' for what is free. Received: {received!r}"
+        "`memory_budget` must be a number of bytes (an int above 0), a string with a "
+        "unit such as '8GiB' or '500MB', a share of the device's memory (a float above "
+        f"0 and up to 1), or 'device' for all that is free. Received: {received!r}"
     )
 
 
 def device() -> str:
-    """The device that a model trains on: the first GPU, or the CPU."""
+    """The device on which memory is measured: the first GPU, or the CPU."""
     return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
 
 
 def total_bytes() -> int:
-    """The memory of the device; of a GPU, what TensorFlow may use of it."""
+    """The memory of the device; of a GPU, the part that TensorFlow may use."""
     return _meminfo("MemTotal") if device() == "CPU:0" else device_limit(device())
 
 
@@ -84,9 +81,14 @@ def _meminfo(key: str) -> int:
         return int(found[key].split()[0]) * 1024
     except (OSError, KeyError) as error:
         raise ValueError(
-            "The memory of this machine cannot be read: there is no /proc/meminfo. Write "
-            "`memory_budget` as a number of bytes, or as a text such as '8GiB'."
+            "The memory of this machine cannot be read: there is no /proc/meminfo. Pass "
+            "`memory_budget` as a number of bytes, or as a string such as '8GiB'."
         ) from error
+
+
+def bytes_of(value: Any) -> int:
+    """The bytes of a tensor or variable, by its shape and dtype."""
+    return int(np.prod(value.shape)) * tf.as_dtype(value.dtype).size
 
 
 def format_bytes(size: float) -> str:
@@ -95,3 +97,8 @@ def format_bytes(size: float) -> str:
         if abs(size) >= 1024**power:
             return f"{size / 1024**power:.1f} {unit}"
     return f"{size:.0f} B"
+
+
+def format_step(size: float, floor: int) -> str:
+    """The bytes that a step adds; below `floor` they are not told from none."""
+    return f"below {format_bytes(floor)}" if size < floor else format_bytes(size)

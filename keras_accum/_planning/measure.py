@@ -1,15 +1,16 @@
 """How much memory a training step needs, and how long it takes: measured, not modelled.
 
 Under XLA the compiler tells the memory, by its own assignment of buffers, without a run.
-Elsewhere the step runs, and the allocator of the device tells its peak. Both count what
-is there for the time of the step; variables and batch are added by their sizes.
+Elsewhere the step runs, and its peak is measured. Both count what the step adds;
+variables and the batch are added by their sizes.
 """
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -19,26 +20,30 @@ import tensorflow as tf
 from .._backend.private.compiled import compiled_bytes
 from .._backend.private.models import build_for
 from .._core.loop import compiles_loop, rows_of, take
-from .._step.model import accumulate
+from .._optimizer.wrapper import AccumOptimizer
+from .._step.model import settings_of, trained_by
 from .._step.retry import is_out_of_memory
-from .budget import device
+from .._step.settings import Settings
+from .budget import bytes_of
+from .memory import ALLOCATOR_FLOOR, PeakMemory
 from .search import Trial
 from .transaction import variables
 
-# The first step tunes and warms up. After it, at least so many are run, and not more once
-# they have taken so many seconds. In a graph the order of operations is not the same each
-# time, and neither is the peak: the largest counts.
+# After a first step, which tunes and warms up, at least LEAST_STEPS are measured. More
+# follow, up to MOST_STEPS, until they have taken SECONDS; and further ones, up to
+# MOST_SHORT_STEPS, until they have taken SHORT_SECONDS: a short step is timed worse.
 LEAST_STEPS, MOST_STEPS, SECONDS = 2, 5, 1.0
+MOST_SHORT_STEPS, SHORT_SECONDS = 25, 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class BaselineMemory:
-    """Bytes that are there before a step and after it.
+    """Bytes that are in use before a step and after it, on one device.
 
     Attributes:
         parameters: the weights of the model, and its other state.
         optimizer: the variables of the optimizer: slots, averages, accumulators.
-        batch: the samples of one update, on one replica.
+        batch: the samples of one step.
     """
 
     parameters: int
@@ -54,12 +59,13 @@ class BaselineMemory:
 class StepProfiler:
     """Measures the training step of a model for micro-batches of any size.
 
-    Changes the model: to be used inside of `preserving_state`.
+    Trains the model: use it inside of `preserving_state`, in the scope of the model's
+    strategy.
 
     Args:
         model: built and compiled.
         batch: what `train_step` takes, as tensors: the samples of one replica.
-        recompute: switches recomputation on as its argument says, and gives a function
+        recompute: switches recomputation on as its argument says, and returns a function
             that switches it off.
     """
 
@@ -74,12 +80,23 @@ class StepProfiler:
         self.batch = batch
         self.held = held(model, batch)
         self._switch_on = recompute
-        self._compiled: dict[Any, Any] = {}
+        self._settings = settings_of(model) or Settings(accum_steps=1)
+        self._steps: dict[Any, Any] = {}
+
+    @functools.cached_property
+    def memory(self) -> PeakMemory:
+        """What measures the memory of a step that runs."""
+        return PeakMemory(self.model.distribute_strategy.num_replicas_in_sync)
 
     @property
     def method(self) -> str:
         """How memory is measured here, in words."""
-        return "XLA's buffer assignment" if self.compiles else f"allocator of {device()}"
+        return "XLA's buffer assignment" if self.compiles else self.memory.method
+
+    @property
+    def floor(self) -> int:
+        """The least bytes of a step that are told from none."""
+        return ALLOCATOR_FLOOR if self.compiles else self.memory.floor
 
     @property
     def gradient_sum_bytes(self) -> int:
@@ -97,17 +114,23 @@ class StepProfiler:
     def measure(self, size: int, recompute: Any, timed: bool) -> Trial:
         """Measure one micro-batch size, and time its step if asked to.
 
-        Where the step has to run and is not timed, it gets two micro-batches only: what
-        comes after them needs no more memory.
+        Where the step has to run and is not timed, it gets two micro-batches only: more
+        need no more memory, and one would need no sums of gradients.
+
+        Args:
+            size: int, the samples of a micro-batch.
+            recompute: what to recompute; False for nothing.
+            timed: bool.
 
         Raises:
-            ValueError: if the device does not tell what is in use.
+            ValueError: if nothing tells how much memory is in use.
         """
         try:
-            if self.compiles:
-                peak, seconds = self._compile(size, recompute, timed)
-            else:
-                peak, seconds = self._run(size, recompute, timed)
+            with self.configured(size, recompute):
+                if self.compiles:
+                    peak, seconds = self._compile(size, recompute, timed)
+                else:
+                    peak, seconds = self._run(size, recompute, timed)
         except tf.errors.ResourceExhaustedError as error:
             if not is_out_of_memory(error):
                 raise
@@ -116,51 +139,98 @@ class StepProfiler:
             gc.collect()
         return Trial(size, recompute, peak + self.held.total, seconds=seconds)
 
+    @contextlib.contextmanager
+    def configured(self, size: int, recompute: Any) -> Iterator[None]:
+        """Have the model train on micro-batches of `size`, with `recompute` on."""
+        undo = self._switch_on(self.model, recompute) if recompute else None
+        try:
+            with trained_by(self.model, self._settings.in_micro_batches_of(size)):
+                yield
+        finally:
+            if undo is not None:
+                undo()
+
     def _compile(
         self, size: int, recompute: Any, timed: bool
     ) -> tuple[int, float | None]:
         key = (size, recompute)
-        if key not in self._compiled:
-            step = self._step(size, recompute, self.batch)
-            self._compiled[key] = step, compiled_bytes(step, self.batch)
-        step, peak = self._compiled[key]
-        return peak, run(step, self.batch, count=False)[1] if timed else None
+        if key not in self._steps:
+            step = compiled_step(self.model)
+            self._steps[key] = step, compiled_bytes(step, self.batch)
+        step, peak = self._steps[key]
+        return peak, self._time(step, self.batch) if timed else None
 
     def _run(self, size: int, recompute: Any, timed: bool) -> tuple[int, float | None]:
-        batch = self.batch if timed else _first(self.batch, 2 * size)
+        rows = int(rows_of(self.batch))
+        if not timed:
+            rows = min(rows, 2 * size)
+        batch = take(self.batch, 0, rows)
         # Before the trace: constants of a graph are in memory from then on.
-        level = _memory_info()["current"]
-        step = self._step(size, recompute, batch)
-        peak, seconds = run(step, batch, count=True)
-        return peak - level, seconds if timed else None
+        self.memory.set_level()
+        step = self.step(size, recompute, batch)
+        peak = self._peak(step, batch)
+        return peak, self._time(step, batch) if timed else None
 
-    def _step(self, size: int, recompute: Any, batch: Any) -> Any:
-        """The step, traced for a batch with recomputation on."""
-        undo = self._switch_on(self.model, recompute) if recompute else None
-        try:
-            accumulate(self.model, micro_batch_size=size)
+    def step(self, size: int, recompute: Any, batch: Any) -> Any:
+        """The step, traced for `batch`; to be called where it is `configured`."""
+        key = (size, recompute, int(rows_of(batch)))
+        if key not in self._steps:
             step = compiled_step(self.model)
             if not self.model.run_eagerly:
-                step.get_concrete_function(batch)
-            return step
-        finally:
-            if undo is not None:
-                undo()
+                step = step.get_concrete_function(batch)
+            self._steps[key] = step
+        return self._steps[key]
+
+    def _peak(self, step: Any, batch: Any) -> int:
+        """The most bytes that a step needs.
+
+        In a graph the order of operations is not the same each time, and neither is the
+        peak: the largest counts.
+        """
+        self._call(step, batch)
+        peaks: list[int] = []
+        start = time.perf_counter()
+        while _more(len(peaks), MOST_STEPS, time.perf_counter() - start):
+            self.memory.start()
+            self._call(step, batch)
+            peaks.append(self.memory.peak())
+        return max(peaks)
+
+    def _time(self, step: Any, batch: Any) -> float:
+        """The seconds of the fastest of several steps."""
+        self._call(step, batch)
+        seconds: list[float] = []
+        while _more(len(seconds), MOST_STEPS, sum(seconds)) or (
+            len(seconds) < MOST_SHORT_STEPS and sum(seconds) < SHORT_SECONDS
+        ):
+            start = time.perf_counter()
+            self._call(step, batch)
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    def _call(self, step: Any, batch: Any) -> None:
+        """Take one step to its end, and with it the window of an `AccumOptimizer`."""
+        if isinstance(self.model.optimizer, AccumOptimizer):
+            self.model.optimizer._accumulator.end_with_next()
+        strategy = self.model.distribute_strategy
+        for value in tf.nest.flatten(step(batch)):
+            for part in strategy.experimental_local_results(value):
+                np.asarray(part)
+
+
+def _more(done: int, most: int, seconds: float) -> bool:
+    return done < LEAST_STEPS or (done < most and seconds < SECONDS)
 
 
 def held(model: keras.Model, batch: Any) -> BaselineMemory:
     """The bytes of a model's variables and of a batch."""
     everything = {id(v): v for v in variables(model)}
     own = {id(v): v for v in model.variables}
-    parameters = sum(_bytes(v) for v in own.values())
-    rest = sum(_bytes(v) for key, v in everything.items() if key not in own)
+    parameters = sum(bytes_of(v) for v in own.values())
+    rest = sum(bytes_of(v) for key, v in everything.items() if key not in own)
     leaves = tf.nest.flatten(batch, expand_composites=True)
-    samples = sum(_bytes(leaf) for leaf in leaves if leaf is not None)
+    samples = sum(bytes_of(leaf) for leaf in leaves if leaf is not None)
     return BaselineMemory(parameters, rest, samples)
-
-
-def _bytes(value: Any) -> int:
-    return int(np.prod(value.shape)) * tf.as_dtype(value.dtype).size
 
 
 def compiled_step(model: keras.Model) -> Any:
@@ -175,48 +245,3 @@ def compiled_step(model: keras.Model) -> Any:
     return tf.function(
         step, jit_compile=compiles_loop(model), reduce_retracing=True, autograph=False
     )
-
-
-def run(step: Any, batch: Any, count: bool) -> tuple[int, float]:
-    """The most bytes in use during a step, if they are to be counted; and its seconds."""
-    if hasattr(step, "get_concrete_function"):
-        step = step.get_concrete_function(batch)
-    _wait_for(step(batch))
-    peaks: list[int] = []
-    seconds: list[float] = []
-    while len(seconds) < LEAST_STEPS or (
-        len(seconds) < MOST_STEPS and sum(seconds) < SECONDS
-    ):
-        if count:
-            tf.config.experimental.reset_memory_stats(device())
-        start = time.perf_counter()
-        _wait_for(step(batch))
-        seconds.append(time.perf_counter() - start)
-        peaks.append(_memory_info()["peak"] if count else 0)
-    return max(peaks), min(seconds)
-
-
-def _first(batch: Any, rows: int) -> Any:
-    return take(batch, 0, min(rows, int(rows_of(batch))))
-
-
-@functools.cache
-def _hint() -> str:
-    return (
-        f"{device()} does not tell how much of its memory is in use, so that nothing can "
-        "be measured. On a CPU it does with TF_ENABLE_ONEDNN_OPTS=1 or "
-        "TF_CPU_ALLOCATOR_USE_BFC=1 in the environment, set before TensorFlow is "
-        "imported; or compile the model with `jit_compile=True`."
-    )
-
-
-def _memory_info() -> dict[str, int]:
-    try:
-        return tf.config.experimental.get_memory_info(device())
-    except ValueError as error:
-        raise ValueError(_hint()) from error
-
-
-def _wait_for(logs: Any) -> None:
-    for value in tf.nest.flatten(logs):
-        np.asarray(value)

@@ -1,4 +1,4 @@
-"""What planning gives: the sizes to train with, and what was measured to find them."""
+"""The result of planning: the sizes to train with, and what was measured to find them."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from .._backend.private.layers import flatten_layers
 from .._recompute.api import Recomputation
 from .._recompute.api import recompute as ka_recompute
 from .._step.model import accumulate
-from .budget import format_bytes
+from .budget import format_bytes, format_step
 from .measure import BaselineMemory
 from .search import Trial
 
@@ -19,23 +19,27 @@ from .search import Trial
 class Plan:
     """How to train on a batch within a memory budget; made by `plan`.
 
-    `print(plan)` is a table of what was tried, `plan.plot()` a figure of it, and
-    `plan.apply()` gives the model that trains so.
+    `print(plan)` shows a table of what was tried, `plan.plot()` draws it, and
+    `plan.apply()` has the model train by the plan.
 
     Attributes:
-        micro_batch_size: samples in memory at once, on one replica.
-        accum_steps: micro-batches of one update, on one replica.
+        micro_batch_size: int, the samples of a micro-batch on one replica.
+        accum_steps: int, the micro-batches of one step on one replica.
         recompute: what is recomputed in the backward pass: False for nothing, a pattern
             of layer names, the paths of layers, or "segments=sqrt".
-        batch_size: samples of one update, over all replicas.
-        replicas: devices that train together.
-        budget_bytes: what was allowed, on one device.
-        peak_bytes: what a step of this size was measured to need, all in all: variables,
-            batch, sums of gradients, and activations.
-        predicted_bytes: what the other sizes that were measured say about this one, by
-            the line through the two nearest; None if there are fewer.
-        seconds: the time of a step on the whole batch.
-        held: what of it is there before and after a step.
+        batch_size: int, the effective batch: samples of one update, over all replicas
+            and the whole window of an `AccumOptimizer`.
+        replicas: int, the devices that train together.
+        window: int, the steps of one update: the window of an `AccumOptimizer`, as it
+            was when planning; 1 for any other optimizer.
+        budget_bytes: int, the memory that was allowed, on one device.
+        peak_bytes: int, what a step of this size was measured to need, all in all:
+            variables, batch, sums of gradients, and activations.
+        predicted_bytes: int, what the other sizes that were measured predict for this
+            one, by the line through the two nearest; None where they make no line.
+        floor_bytes: int, the least memory of a step that is told from none.
+        seconds: float, the time of a step on the whole batch.
+        held: the part of `peak_bytes` that is in memory before and after a step.
         method: how memory was measured, in words.
         trials: everything that was measured, in that order.
     """
@@ -45,9 +49,11 @@ class Plan:
     recompute: Any
     batch_size: int
     replicas: int
+    window: int
     budget_bytes: int
     peak_bytes: int
     predicted_bytes: int | None
+    floor_bytes: int
     seconds: float
     held: BaselineMemory
     method: str
@@ -57,22 +63,22 @@ class Plan:
     @property
     def last_micro_batch_size(self) -> int:
         """The samples of the last micro-batch; fewer if the batch does not divide."""
-        rows = math.ceil(self.batch_size / self.replicas)
+        rows = math.ceil(self.batch_size / (self.replicas * self.window))
         return rows - (self.accum_steps - 1) * self.micro_batch_size
 
     def apply(self) -> keras.Model:
-        """Have the model that was planned for train so.
+        """Have the model that was planned for train by this plan.
 
         Returns:
-            The model itself, whose step now takes a batch apart (`accumulate`), with
-            recomputation switched on if the plan says so. It stays compiled as it was.
+            The model itself. `accumulate` has been called with it, and `recompute` if the
+            plan says so. It stays compiled as it was.
         """
         if self.recompute:
             switch_on(self._model, self.recompute)
         return accumulate(self._model, micro_batch_size=self.micro_batch_size)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it but the model, in types that JSON has."""
+        """Everything but the model, in types that JSON has."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del fields["_model"]
         return {
@@ -95,28 +101,37 @@ class Plan:
                 f"{steps - 1} micro-batches of {self.micro_batch_size} and one of {last}"
             )
         replicas = f" on each of {self.replicas} replicas" if self.replicas > 1 else ""
-        what = _describe(self.recompute)
-        held = self.held
-        step = self.peak_bytes - held.total
+        if self.window > 1:
+            step = self.batch_size // self.window
+            window = f"{self.window} steps of {step}, the window of AccumOptimizer"
+            split = f"{window}; each step {split}"
+        held, what = self.held, _describe(self.recompute)
+        needs = format_step(self.peak_bytes - held.total, self.floor_bytes)
         lines = [
             f"Batch of {self.batch_size}: {split}{replicas}, {what}.",
-            f"Needs {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
+            f"Needs {self._peak(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
             f"({self.method}): weights {format_bytes(held.parameters)}, optimizer "
             f"{format_bytes(held.optimizer)}, batch {format_bytes(held.batch)}, step "
-            f"{format_bytes(step)}.",
+            f"{needs}.",
         ]
         if last != self.micro_batch_size:
             lines.append(
-                "The last micro-batch is shorter; it weighs what it holds, so that the "
-                "update is the large batch's all the same."
+                "The last micro-batch is shorter. It is weighted by its samples, so that "
+                "the update is still the large batch's."
             )
         return lines
+
+    def _peak(self, size: int) -> str:
+        """A peak; where the step's part is below the floor, a bound of it."""
+        least = self.held.total + self.floor_bytes
+        return f"below {format_bytes(least)}" if size < least else format_bytes(size)
 
     def _row(self, trial: Trial) -> list[str]:
         return [
             str(trial.micro_batch_size),
             _describe(trial.recompute),
-            *(_or_dash(size) for size in (trial.predicted_bytes, trial.peak_bytes)),
+            "-" if trial.predicted_bytes is None else format_bytes(trial.predicted_bytes),
+            "-" if trial.peak_bytes is None else self._peak(trial.peak_bytes),
             "-" if trial.seconds is None else f"{trial.seconds:.3f}",
             self._verdict(trial),
         ]
@@ -186,7 +201,7 @@ SEGMENTS = "segments=sqrt"
 
 
 def switch_on(model: keras.Model, recompute: Any) -> Recomputation:
-    """Recompute what a plan's `recompute` says; returns the handle that undoes it."""
+    """Recompute what a plan's `recompute` names; returns the handle that undoes it."""
     if recompute == SEGMENTS:
         return ka_recompute(model, segments="sqrt")
     if isinstance(recompute, tuple):
@@ -201,10 +216,6 @@ def _describe(recompute: Any) -> str:
     if recompute == SEGMENTS:
         return "segments recomputed"
     return f"{recompute!r} recomputed" if recompute else "nothing recomputed"
-
-
-def _or_dash(size: int | None) -> str:
-    return "-" if size is None else format_bytes(size)
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:

@@ -11,13 +11,18 @@ import numpy as np
 import tensorflow as tf
 
 from .._backend.private import canaries
+from .._backend.private.data import first_batch
 from .._backend.private.layers import children, flatten_layers
+from .._backend.private.randomness import random_state_kept
 from .._backend.private.versions import legacy_hint
+from .._backend.replica import local_parts
 from .._core.loop import check_batch, leaves, rows_of, take
-from .budget import parse_budget
+from .._optimizer.window import trace_schedule
+from .._optimizer.wrapper import AccumOptimizer
+from .budget import bytes_of, parse_budget
 from .measure import StepProfiler
 from .plan import SEGMENTS, Plan, switch_on
-from .search import Measure, Patience, Trial, candidates, choose
+from .search import Fixed, Measure, Patience, Trial, candidates, choose
 from .shortage import nothing_fits
 from .transaction import preserving_state, variables
 
@@ -41,31 +46,39 @@ def plan(
     model.fit(x, y, batch_size=128)
     ```
 
-    It measures and does not guess. The training step of this model, with its optimizer
-    and its loss, is compiled for a few micro-batch sizes; under XLA the compiler tells
-    what memory each needs, elsewhere the step runs and the allocator tells. A line
-    through what was measured says which size to try next, and nothing else: the size
-    that is given has itself been measured and run. Of those that fit, the fastest is
-    taken; that need not be the largest.
+    Every size that a plan names has been measured. The training step of this model, with
+    its optimizer and its loss, is compiled for a few micro-batch sizes; under XLA the
+    compiler tells what memory each needs, elsewhere the step runs and its peak is
+    measured. A line through what was measured says which size to try next, and nothing
+    else. Of the sizes that fit, the fastest is chosen, which need not be the largest. A
+    tie goes to the fewest micro-batches: a smaller size has to save more than 5 % of the
+    time of a larger one, timed before it and again after it; and so does recomputation.
 
     The model, its optimizer, metrics and random state are afterwards what they were
     before, to the bit, also if planning fails or is interrupted.
 
-    Memory is what the step needs all in all, on one device: weights, optimizer, the
-    batch itself, sums of gradients, activations. What else lies on the device has to be
-    left out of the budget. In a graph outside of XLA, operations run in an order that
-    differs from step to step, and so does the peak: leave some percent of room.
+    Memory is all that a step needs on one device: weights, optimizer, the batch itself,
+    sums of gradients, activations. Leave anything else on the device out of the budget.
+    In a graph outside of XLA, operations run in an order that differs from step to step,
+    and so does the peak: leave some percent of room.
+
+    Under a strategy the plan is for each replica. An `AccumOptimizer` updates once per
+    window of steps, so that an update has the samples of all of them.
 
     Args:
         model: built and compiled.
-        batch: samples as `fit` takes them: `x`, or a tuple `(x, y)` or
-            `(x, y, sample_weight)`, each nested arrays or tensors. They have to have the
-            shapes and dtypes of the training's; their values do not matter.
-        batch_size: int, the samples of an update, over all replicas. By default as many
-            as `batch` has; where `batch` has fewer, they are repeated, and where it has
-            more, the first are taken.
-        memory_budget: of one device. An int (bytes), a text such as "8GiB" or "500MB", a
-            float up to 1 (the share of the device's memory), or "device" (what is free).
+        batch: what `fit` takes: `x`, or a tuple `(x, y)` or `(x, y, sample_weight)`, each
+            nested arrays or tensors; or a `tf.data.Dataset` of batches, a
+            `keras.utils.PyDataset` or a generator, whose first batch is planned for (a
+            generator has one batch less afterwards). Shapes and dtypes have to be those
+            of training; values do not matter.
+        batch_size: int, the effective batch: the samples of an update, over all replicas
+            and the whole window of an `AccumOptimizer`. By default `batch` is what one
+            step gets. Where `batch` has too few samples, they are repeated, and where it
+            has too many, the first are taken.
+        memory_budget: of one device. An int (bytes), a string such as "8GiB" or "500MB",
+            a float up to 1 (the share of the device's memory), or "device" (all that is
+            free).
         recompute: what to recompute in the backward pass: "auto" lets the search choose
             whether to recompute segments; False keeps everything; or a pattern of layer
             names, as `recompute` takes it.
@@ -75,10 +88,10 @@ def plan(
         A `Plan`.
 
     Raises:
-        ValueError: if nothing fits, with the smallest size measured, what takes its
+        ValueError: if nothing fits, with the smallest size measured, what needs its
             memory and what would help; for a model that is not built or not compiled; and
-            for arguments that make no sense.
-        TypeError: for arguments of another kind.
+            for arguments out of their range.
+        TypeError: for arguments of a wrong type.
 
     References:
         Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost", on
@@ -87,39 +100,41 @@ def plan(
     """
     _check_model(model)
     canaries.check()
-    replicas = model.distribute_strategy.num_replicas_in_sync
-    batch, batch_size = _batch(batch, batch_size, replicas)
-    budget = parse_budget(memory_budget, held=_bytes_held(model))
     _check_recompute(recompute)
-    rows = rows_of(batch)
-    with preserving_state(model):
-        meter = StepProfiler(model, batch, _switch_on)
-        measure = _shown(meter.measure) if verbose else meter.measure
+    strategy = model.distribute_strategy
+    replicas, window = strategy.num_replicas_in_sync, _window(model)
+    samples, given = _samples(batch, batch_size, strategy, window)
+    rows = int(rows_of(samples))
+    budget = parse_budget(memory_budget, sum(map(bytes_of, variables(model))))
+    with strategy.scope(), preserving_state(model):
+        profiler = StepProfiler(model, samples, _switch_on)
+        held, floor = profiler.held, profiler.floor
         best, trials = choose(
-            measure,
+            _shown(profiler.measure) if verbose else profiler.measure,
             candidates(rows),
             budget,
             _options(model, recompute),
             Patience(),
-            meter.gradient_sum_bytes,
-            meter.held.total,
+            Fixed(held.total, profiler.gradient_sum_bytes, floor),
         )
         if best is None:
-            raise ValueError(nothing_fits(trials, budget, meter.held, model))
+            raise ValueError(nothing_fits(trials, budget, held, floor, model))
     if verbose:
         print()
     return Plan(
         micro_batch_size=best.micro_batch_size,
         accum_steps=math.ceil(rows / best.micro_batch_size),
         recompute=best.recompute,
-        batch_size=batch_size,
+        batch_size=given * window if batch_size is None else int(batch_size),
         replicas=replicas,
+        window=window,
         budget_bytes=budget,
         peak_bytes=best.peak_bytes or 0,
         predicted_bytes=best.predicted_bytes,
+        floor_bytes=floor,
         seconds=best.seconds or 0.0,
-        held=meter.held,
-        method=meter.method,
+        held=held,
+        method=profiler.method,
         trials=tuple(trials),
         _model=model,
     )
@@ -132,8 +147,8 @@ def _check_model(model: keras.Model) -> None:
         )
     if not getattr(model, "compiled", False):
         raise ValueError(
-            f"'{model.name}' is not compiled: the training step that `plan` measures has "
-            "an optimizer and a loss. Call `model.compile(optimizer, loss)` before."
+            f"'{model.name}' is not compiled. `plan` measures the training step, which "
+            "needs an optimizer and a loss: call `model.compile(optimizer, loss)` before."
         )
     if not model.built:
         raise ValueError(
@@ -142,46 +157,83 @@ def _check_model(model: keras.Model) -> None:
         )
 
 
-def _batch(batch: Any, batch_size: int | None, replicas: int) -> tuple[Any, int]:
-    """The samples of one replica, as `fit` makes tensors of them; and of all of them."""
-    unpacked = keras.utils.unpack_x_y_sample_weight(batch)
-    batch, _ = check_batch(tf.nest.map_structure(_as_fit_does, unpacked))
-    given = int(rows_of(batch))
-    if batch_size is None:
-        batch_size = given
+def _window(model: keras.Model) -> int:
+    """The steps of one update: the window of an `AccumOptimizer` that begins next."""
+    optimizer = model.optimizer
+    if not isinstance(optimizer, AccumOptimizer):
+        return 1
+    steps = optimizer.accum_steps
+    if not callable(steps):
+        return steps
+    update = tf.constant(int(keras.ops.convert_to_numpy(optimizer.iterations)), "int32")
+    return int(trace_schedule(steps)(update))
+
+
+def _samples(
+    data: Any, batch_size: int | None, strategy: Any, window: int
+) -> tuple[Any, int]:
+    """The samples of one step on one replica, and how many `data` had for all replicas.
+
+    Args:
+        data: what `fit` takes.
+        batch_size: int, the effective batch, or None for as many samples as `data` has.
+        strategy: of the model.
+        window: int, the steps of one update.
+    """
+    replicas = strategy.num_replicas_in_sync
+    rows = wanted = None
+    if batch_size is not None:
+        _check_batch_size(batch_size, replicas, window)
+        rows = math.ceil(batch_size / (replicas * window))
+        wanted = rows * replicas
+    with random_state_kept():
+        first = first_batch(data, wanted)
+    parts = [
+        check_batch(keras.utils.unpack_x_y_sample_weight(part))[0]
+        for part in local_parts(strategy, first)
+    ]
+    given = sum(int(rows_of(part)) for part in parts)
+    batch = max(parts, key=lambda part: int(rows_of(part)))
+    if rows is None:
+        rows = math.ceil(given / replicas)
+    enough = rows <= int(rows_of(batch))
+    return (take(batch, 0, rows) if enough else _repeat(batch, rows)), given
+
+
+def _check_batch_size(batch_size: int, replicas: int, window: int) -> None:
     if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)):
         raise TypeError(f"`batch_size` must be an integer. Received: {batch_size!r}")
-    if batch_size < replicas:
-        least = "1" if replicas == 1 else f"the number of replicas, {replicas}"
-        raise ValueError(f"`batch_size` must be at least {least}. Received: {batch_size}")
-    rows = math.ceil(batch_size / replicas)
-    if rows <= given:
-        return take(batch, 0, rows), int(batch_size)
+    if batch_size < (least := replicas * window):
+        counted = (
+            ""
+            if least == 1
+            else f", replicas ({replicas}) times the steps of an `AccumOptimizer`'s "
+            f"window ({window})"
+        )
+        raise ValueError(
+            f"`batch_size` must be at least {least}{counted}. Received: {batch_size}"
+        )
+    if batch_size % window:
+        raise ValueError(
+            "`batch_size` counts the samples of an update, and must be a multiple of the "
+            f"steps of an `AccumOptimizer`'s window, {window}. Received: {batch_size}"
+        )
+
+
+def _repeat(batch: Any, rows: int) -> Any:
+    """`batch` with `rows` samples, repeated from the first."""
+    given = int(rows_of(batch))
     if any(isinstance(leaf, tf.SparseTensor) for leaf in leaves(batch)):
         raise ValueError(
-            f"`batch` has {given} samples for a batch of {batch_size}, and sparse "
-            "tensors cannot be repeated. Pass as many samples as a batch has."
+            f"`batch` has {given} samples for a step of {rows}, and sparse tensors "
+            "cannot be repeated. Pass as many samples as a step has."
         )
     indices = tf.range(rows) % given
 
     def repeated(leaf: Any) -> Any:
         return None if leaf is None else tf.gather(leaf, indices)
 
-    batch = tf.nest.map_structure(repeated, batch, expand_composites=False)
-    return batch, int(batch_size)
-
-
-def _as_fit_does(leaf: Any) -> Any:
-    if isinstance(leaf, np.ndarray) and leaf.dtype == np.float64:
-        return leaf.astype(keras.config.floatx())
-    return leaf
-
-
-def _bytes_held(model: keras.Model) -> int:
-    """What the variables that exist already take of the device."""
-    return sum(
-        int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in variables(model)
-    )
+    return tf.nest.map_structure(repeated, batch, expand_composites=False)
 
 
 def _check_recompute(recompute: Any) -> None:
@@ -193,11 +245,11 @@ def _check_recompute(recompute: Any) -> None:
 
 
 def _options(model: keras.Model, recompute: bool | str) -> list[Any]:
-    """What to try, the cheapest in time first."""
+    """What to recompute in the trials, the cheapest in time first."""
     if recompute != "auto":
         return [recompute]
     for candidate in (SEGMENTS, _repeated_blocks(model)):
-        # What cannot be cut, or is recomputed already, is no option.
+        # A model that cannot be cut, or is recomputed already, has no such option.
         with contextlib.suppress(ValueError):
             switch_on(model, candidate).undo()
             return [False, candidate]
@@ -205,7 +257,7 @@ def _options(model: keras.Model, recompute: bool | str) -> list[Any]:
 
 
 def _repeated_blocks(model: keras.Model) -> tuple[str, ...]:
-    """The paths of the layers of that class which most layers with layers inside have."""
+    """The paths of the layers of the most frequent class that has layers inside."""
     blocks = [layer for layer in flatten_layers(model) if children(layer)]
     blocks = [layer for layer in blocks if layer is not model]
     if not blocks:

@@ -1,10 +1,11 @@
-"""Which micro-batch size to take: a search that measures few sizes and guesses none.
+"""The search for the fastest micro-batch size that fits, by few measurements.
 
-Memory grows with the size, so the largest one that fits is found between one that was
+Memory grows with the size, so the largest one that fits lies between one that was
 measured to fit and one that was measured not to. A line through the measured sizes says
-where to look next; it never decides. The whole batch stands apart: a single micro-batch
-may need no sums of gradients, and so less than half a batch does. Time does not grow or
-fall with the size for certain: it is followed downwards from there as long as it falls.
+which to measure next; it never decides. The whole batch is an exception: a single
+micro-batch needs no sums of gradients, and may need less than half a batch. Time need not
+grow or fall with the size: the search descends from the largest size that fits as long as
+steps get faster.
 """
 
 import dataclasses
@@ -15,8 +16,8 @@ from typing import Any, TypeAlias
 
 from .._backend.warn import warn
 
-# What a smaller size, or recomputation, has to save before it is preferred: a step
-# on a shared machine is not timed more exactly than this.
+# A smaller size, or recomputation, is preferred only if its step takes less than this
+# share of the time. Steps on a shared machine are not timed more exactly.
 WORTH = 0.95
 
 
@@ -25,12 +26,13 @@ class Trial:
     """One micro-batch size, measured.
 
     Attributes:
-        micro_batch_size: samples in memory at once, on one replica.
+        micro_batch_size: int, the samples of a micro-batch on one replica.
         recompute: what was recomputed in the backward pass; False for nothing.
-        peak_bytes: the most that a step needed, all in all; None if it ran out of memory.
-        predicted_bytes: what a line through the sizes measured before had said; None
-            where there were fewer than two.
-        seconds: of a step on the whole batch; None where none was run.
+        peak_bytes: int, the most that a step needed, what is in memory before it
+            included; None if it ran out of memory.
+        predicted_bytes: int, what a line through the sizes measured before predicted;
+            None where they make no line.
+        seconds: float, the time of a step on the whole batch; None if it was not timed.
     """
 
     micro_batch_size: int
@@ -46,6 +48,24 @@ class Trial:
 
 # From a size, what to recompute, and whether to time it, to what was measured.
 Measure: TypeAlias = Callable[[int, Any, bool], Trial]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """Bytes of a step that do not depend on the micro-batch size.
+
+    Attributes:
+        held: in memory before a step.
+        sums: the sums of gradients, which a single micro-batch does not need.
+        floor: the least bytes beyond `held` that measurements tell from none.
+    """
+
+    held: int = 0
+    sums: int = 0
+    floor: int = 0
+
+
+NOTHING_FIXED = Fixed()
 
 
 class Patience:
@@ -68,8 +88,8 @@ def candidates(rows: int) -> list[int]:
     """The micro-batch sizes to choose from for a batch of `rows`, in rising order.
 
     The divisors, with which all micro-batches are equal. Where two of them are more than
-    a factor of 3 apart, as around a prime, halves stand in between: the last micro-batch
-    is then shorter, and weighs what it holds.
+    a factor of 3 apart, as around a prime, halves are added between them. The last
+    micro-batch is then shorter, and is weighted by its samples.
     """
     divisors = [size for size in range(1, rows + 1) if rows % size == 0]
     sizes = set(divisors)
@@ -86,11 +106,10 @@ class Search:
     Args:
         measure: measures one size.
         sizes: the sizes to choose from, in rising order.
-        budget: bytes.
+        budget: int, bytes.
         recompute: what the step recomputes.
-        patience: for how long to look for a size that is faster.
-        sums: bytes that the sums of gradients take, which the last size may not need.
-        held: bytes that are there before a step, whatever the size.
+        patience: how long to look for a size that is faster.
+        fixed: the bytes that do not depend on the size.
         start: the size to measure first; by default a 16th of the last.
     """
 
@@ -101,12 +120,10 @@ class Search:
         budget: int,
         recompute: Any,
         patience: Patience,
-        sums: int = 0,
-        held: int = 0,
+        fixed: Fixed = NOTHING_FIXED,
         start: int | None = None,
     ) -> None:
-        self._sums = sums
-        self._held = held
+        self._fixed = fixed
         self._start = start
         self._measure = measure
         self._sizes = list(sizes)
@@ -123,15 +140,39 @@ class Search:
     def descend(self, best: Trial) -> Trial:
         """From a size that fits, on to smaller ones as long as they are faster."""
         index = self._sizes.index(best.micro_batch_size)
+        best = self.trials[index]
         while index > 0 and self._patience.lasts(best):
             index -= 1
             smaller = self._try(index, timed=True)
             if not smaller.fits(self._budget):
                 continue  # Less than half a batch may need more than the whole.
-            if not faster(smaller, best):
+            if not self.is_beaten(best, smaller):
                 break
             best = smaller
-        return best
+        return self.trials[self._sizes.index(best.micro_batch_size)]
+
+    def is_beaten(self, best: Trial, other: Trial) -> bool:
+        """Whether `other` is faster than `best`, timed before it and again after it.
+
+        A tie goes to `best`. The second time tells a faster step from a machine that was
+        slower for a while.
+        """
+        if not faster(other, best):
+            return False
+        again = self._time_again(best)
+        return not again.fits(self._budget) or faster(other, again)
+
+    def _time_again(self, trial: Trial) -> Trial:
+        """A trial of this search with the shorter of two times, and the larger peak."""
+        again = self._measure(trial.micro_batch_size, self._recompute, True)
+        if again.peak_bytes is None or trial.peak_bytes is None:
+            peak = seconds = None
+        else:
+            peak = max(trial.peak_bytes, again.peak_bytes)
+            seconds = min(s for s in (trial.seconds, again.seconds) if s is not None)
+        trial = dataclasses.replace(trial, peak_bytes=peak, seconds=seconds)
+        self.trials[self._sizes.index(trial.micro_batch_size)] = trial
+        return trial
 
     def run_largest(self) -> Trial | None:
         """The largest size that fits, and did so when its step ran on the whole batch."""
@@ -143,17 +184,17 @@ class Search:
     def largest(self) -> int:
         """The index of the largest size that fits; -1 if none does."""
         last = len(self._sizes) - 1
-        largest = self._largest_part()
+        largest = self._largest_of_several()
         if any(trial.peak_bytes is None for trial in self.trials.values()):
             return largest
         predicted = self.predict(self._sizes[last])
-        worth_a_try = predicted is None or predicted - self._sums <= self._budget
+        worth_a_try = predicted is None or predicted - self._fixed.sums <= self._budget
         if worth_a_try and self._try(last).fits(self._budget):
             return last
         return largest
 
-    def _largest_part(self) -> int:
-        """`largest`, without the last size."""
+    def _largest_of_several(self) -> int:
+        """`largest` of the sizes that make several micro-batches of the batch."""
         low, high = -1, len(self._sizes) - 1
         guess = self._first_guess()
         while low + 1 < high:
@@ -168,26 +209,36 @@ class Search:
         return low
 
     def predict(self, size: int) -> int | None:
-        """The bytes of a size by a line through the two nearest that were measured."""
+        """The bytes of a size by a line through the two nearest that were measured.
+
+        None where there is no such line: fewer were measured, or measured as nothing.
+        """
+        least = self._fixed.held + self._fixed.floor
         known = [
             (t.micro_batch_size, t.peak_bytes)
             for t in self.trials.values()
-            if t.peak_bytes is not None
+            if t.peak_bytes is not None and t.peak_bytes >= least
         ]
         if len(known) < 2:
             return None
         known.sort(key=lambda pair: abs(pair[0] - size))
         (x0, y0), (x1, y1) = known[:2]
-        return round(y0 + (y1 - y0) / (x1 - x0) * (size - x0))
+        predicted = round(y0 + (y1 - y0) / (x1 - x0) * (size - x0))
+        return predicted if predicted >= least else None
 
     def _try(self, index: int, timed: bool = False) -> Trial:
         known = self.trials.get(index)
         if known is None or (timed and known.seconds is None and known.peak_bytes):
             size = self._sizes[index]
-            predicted = known.predicted_bytes if known else self.predict(size)
+            predicted = known.predicted_bytes if known else self._predict_trial(index)
             trial = self._measure(size, self._recompute, timed)
             self.trials[index] = dataclasses.replace(trial, predicted_bytes=predicted)
         return self.trials[index]
+
+    def _predict_trial(self, index: int) -> int | None:
+        """What to compare a trial with; a single micro-batch is not on the line."""
+        single = index == len(self._sizes) - 1
+        return None if single else self.predict(self._sizes[index])
 
     def _first_guess(self) -> int:
         """A size that is small, for it may not fit, but not so small as to be slow."""
@@ -196,7 +247,7 @@ class Search:
 
     def _guess(self, low: int, high: int) -> int:
         """The largest index that the line says fits; `low` if none above it does."""
-        if self.predict(1) is None:
+        if self.predict(self._sizes[high]) is None:
             return self._second_guess(low) if low >= 0 else (high - 1) // 2
         fitting = [
             index
@@ -206,8 +257,8 @@ class Search:
         return fitting[-1] if fitting else low
 
     def _second_guess(self, low: int) -> int:
-        """The largest index that fits if all but what is there before grows with it."""
-        size, fixed = self._sizes[low], self._held + self._sums
+        """The largest index that fits if all but the fixed bytes grows with the size."""
+        size, fixed = self._sizes[low], self._fixed.held + self._fixed.sums
         grows = (self.trials[low].peak_bytes or 0) - fixed
         room = (self._budget - fixed) / max(grows, 1) * size if fixed else 0.0
         fitting = [i for i, s in enumerate(self._sizes[:-1]) if s <= room]
@@ -232,37 +283,38 @@ def choose(
     budget: int,
     options: list[Any],
     patience: Patience,
-    sums: int = 0,
-    held: int = 0,
+    fixed: Fixed = NOTHING_FIXED,
 ) -> tuple[Trial | None, list[Trial]]:
     """The fastest trial that fits, and all of them.
+
+    Of steps that take equally long, the one that recomputes nothing is chosen, and of
+    those with the same recomputation, the one with the fewest micro-batches.
 
     Args:
         measure: measures one size.
         sizes: in rising order.
-        budget: bytes.
+        budget: int, bytes.
         options: what to recompute, the cheapest first. Another one is tried only if the
             whole batch does not fit with those before it: there is nothing to gain then.
-        patience: for how long to look for something faster.
-        sums: bytes of the sums of gradients, which a single micro-batch may not need.
-        held: bytes that are there before a step.
+        patience: how long to look for something faster.
+        fixed: the bytes that do not depend on the size.
     """
     best: tuple[Search, Trial] | None = None
     searches: list[Search] = []
     start = None
     for option in options:
-        search = Search(measure, sizes, budget, option, patience, sums, held, start)
+        search = Search(measure, sizes, budget, option, patience, fixed, start)
         try:
             found = search.run_largest()
         except ValueError as error:
             if option is options[0]:
                 raise
-            warn(f"Recomputation is left out: {error}")
+            warn(f"Planning without recomputation, which failed: {error}")
             continue
         searches.append(search)
         if found is None:
             continue
-        if best is None or faster(found, best[1]):
+        if best is None or best[0].is_beaten(best[1], found):
             best = search, found
         if found.micro_batch_size == sizes[-1]:
             break

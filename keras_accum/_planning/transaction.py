@@ -1,4 +1,4 @@
-"""A model that trains for a while, and is then what it was before, to the bit."""
+"""Train a model for a while, and put back all of its state, to the bit."""
 
 import contextlib
 import copy
@@ -6,43 +6,35 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-import numpy as np
 
 from .._backend.private.models import all_metrics, call_traces, unbuilt_parts
 from .._backend.private.randomness import random_state_kept
+from .._backend.private.strategies import components
 
-# What a training step, or `accumulate`, sets on a model.
-_ATTRIBUTES = (
-    "optimizer",
-    "_compile_loss",
-    "_compile_metrics",
-    "train_step",
-    "train_function",
-    "make_train_function",
-    "_settings",
-    "accumulation",
-)
+# What is replaced on a model while it trains.
+_ATTRIBUTES = ("optimizer", "_compile_loss", "_compile_metrics", "train_function")
 
 
 @contextlib.contextmanager
 def preserving_state(model: keras.Model) -> Iterator[None]:
-    """Let `model` train inside of the context, and undo it, whatever ends it.
+    """Let `model` train inside of the context, and undo it, also after an error.
 
-    Put back are weights, optimizer, metrics, the seeds of layers, losses that layers
-    noted, all random state outside of the model, and which parts have been built. Not
-    put back is what a layer keeps where Keras does not see it.
+    It puts back weights, optimizer, metrics, the seeds of layers, losses that layers
+    noted, all random state outside of the model, and which parts have been built. It does
+    not put back what a layer keeps where Keras does not see it.
 
     Memory: a copy of all variables, on the host.
 
     Args:
         model: a model that is built and compiled. Parts that its first step would build
-            are replaced by copies for the time being.
+            are replaced by copies inside of the context. Under a strategy, the context
+            is entered in its scope.
     """
     attributes = vars(model)  # past Keras, which tracks what is set on a model
     before = {name: attributes[name] for name in _ATTRIBUTES if name in attributes}
     metrics = [(metric, _contents(metric)) for metric in all_metrics(model)]
     traces = [(container, copy.copy(container)) for container in call_traces(model)]
-    values = [(v, np.array(v.value)) for v in variables(model)]
+    values = [(v, v.numpy()) for each in variables(model) for v in components(each)]
     with random_state_kept():
         try:
             attributes.update(unbuilt_parts(model))
@@ -75,7 +67,7 @@ def variables(model: keras.Model) -> list[keras.Variable]:
 def _contents(
     metric: keras.metrics.Metric,
 ) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """The attributes of a metric, and what its lists hold: some build them in a step."""
+    """The attributes of a metric, and copies of its lists: a step may add to them."""
     attributes = dict(vars(metric))
     lists = {k: list(v) for k, v in attributes.items() if type(v) is list}
     return attributes, lists

@@ -42,17 +42,17 @@ class Pass(keras.StatelessScope):
         variable would differentiate the loop.
         """
         if self.is_here():
-            return self._value(variable)
+            return self._value_of(variable)
         if is_in_function(tf.compat.v1.get_default_graph(), self._graph):
             self.note_function(variable)
         with tf.init_scope() if self._eager else self._graph.as_default():
-            return self._value(variable)
+            return self._value_of(variable)
 
     def note_function(self, variable: keras.Variable) -> None:
         """Note that a `tf.function` reads `variable` while it is traced."""
         self.read_in_functions[id(variable)] = variable
 
-    def _value(self, variable: keras.Variable) -> tf.Tensor | None:
+    def _value_of(self, variable: keras.Variable) -> tf.Tensor | None:
         return super().get_current_value(variable)
 
     def owns(self, tensor: tf.Tensor) -> bool:
@@ -98,9 +98,9 @@ class FirstPass(Pass):
         if isinstance(self.outer, Pass):
             self.outer.note_function(variable)
 
-    def _value(self, variable: keras.Variable) -> tf.Tensor | None:
+    def _value_of(self, variable: keras.Variable) -> tf.Tensor | None:
         """The value, which no tape sees: gradients go through the second pass."""
-        value = super()._value(variable)
+        value = super()._value_of(variable)
         if value is not None:
             return value
         value = None if self.outer is None else self.outer.get_current_value(variable)

@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from .._backend.private.data import without_optional
 from .._backend.private.models import build_for, state_of_layers
 from .._core.loop import compiles_loop, rows_of
 from .settings import Settings
@@ -115,7 +116,7 @@ class RetryingStep:
         logs: dict[str, Any] = {}
         for done in range(self._model.steps_per_execution):
             try:
-                data = tf.nest.map_structure(_without_optional, next(iterator))
+                data = tf.nest.map_structure(without_optional, next(iterator))
             except (StopIteration, tf.errors.OutOfRangeError):
                 if not done:
                     raise
@@ -166,11 +167,6 @@ def _compiled(
     return tf.function(
         function, jit_compile=jit_compile, reduce_retracing=True, autograph=False
     )
-
-
-def _without_optional(leaf: Any) -> Any:
-    """None where a data set stands an empty `Optional` for it."""
-    return None if isinstance(leaf, tf.experimental.Optional) else leaf
 
 
 def _describe(settings: Settings) -> str:

@@ -8,11 +8,13 @@ after a collective operation that failed, everything later in that process fails
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import pathlib
 import sys
 import tempfile
+import unittest.mock
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -39,6 +41,10 @@ from text_models import (
 )
 
 import keras_accum as ka
+from keras_accum._backend.private.strategies import components
+from keras_accum._planning.measure import StepProfiler
+from keras_accum._planning.search import Trial
+from keras_accum._planning.transaction import variables
 
 # Batches of 4 over 2 replicas: 2 and 2, three times, and then 1 and none.
 SAMPLES, BATCH, STEPS = 13, 4, 4
@@ -714,6 +720,83 @@ def the_monitor_names_the_replicas(strategy, mode):
     train(dense_model, arrays, accumulating(), strategy, mode, callbacks=monitor, **how)
     found = [line for line in lines if "2 samples x 4 accum_steps x 2 replicas" in line]
     assert found and "effective batch 16" in found[0], lines
+
+
+# ----------------------------------------------------------------------------- planning
+
+
+def each_component(model):
+    """The values of all variables, on each replica."""
+    return [part.numpy() for v in variables(model) for part in components(v)]
+
+
+def invented(profiler, size, recompute, timed):
+    return Trial(size, recompute, 2**20, seconds=1.0)
+
+
+@scenario
+def a_plan_is_for_each_replica_and_changes_none(strategy, mode):
+    """The model is made in the scope; the call is outside of it."""
+    x, y = data(6)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    with strategy.scope():
+        model = normalised()
+        optimizer = ka.AccumOptimizer(sgd(), 3)
+        model.compile(
+            optimizer,
+            "mse",
+            metrics=["mae"],
+            run_eagerly=mode == "eager",
+            jit_compile=False,
+        )
+    model.fit(x, y, batch_size=6, verbose=0)  # leaves a window open
+    assert int(optimizer.micro_step.numpy()) == 1
+    before = each_component(model)
+    how = {"memory_budget": "1GiB", "verbose": 0}
+
+    def check_plan(batch):
+        plan = ka.plan(model, batch, **how)
+        assert_equal(each_component(model), before)
+        assert (plan.replicas, plan.window, plan.batch_size) == (2, 3, 12)
+        assert plan.micro_batch_size * plan.accum_steps == 2
+        assert plan.held.batch == 2 * (5 + 3) * 4
+        assert plan.held.total < plan.peak_bytes < 2**30
+
+    check_plan((x[:4], y[:4]))
+    with unittest.mock.patch.object(StepProfiler, "measure", invented):
+        check_plan(dataset)
+        check_plan(strategy.experimental_distribute_dataset(dataset))
+        few = {"batch_size": 3, **how}
+        assert_refused(
+            lambda: ka.plan(model, (x, y), **few),
+            ValueError,
+            "`batch_size` must be at least 6, replicas (2) times the steps of an "
+            "`AccumOptimizer`'s window (3). Received: 3",
+        )
+    # The control: an epoch.
+    weights = model.get_weights()
+    model.fit(x, y, batch_size=6, verbose=0)
+    assert_differ(model.get_weights(), weights)
+
+
+@scenario
+def a_plan_trains_as_the_large_batch(strategy, mode):
+    """Also where the replicas cannot share the batch equally."""
+    arrays = data(5)
+    oracle = train(dense_model, arrays, sgd, loss="mse")
+    with strategy.scope():
+        model = dense_model()
+        model.compile(sgd(), "mse", run_eagerly=mode == "eager", jit_compile=False)
+    plan = ka.plan(model, arrays, memory_budget="1GiB", verbose=0)
+    split = plan.batch_size, plan.micro_batch_size * plan.accum_steps
+    assert split == (5, 3), plan
+    plan = dataclasses.replace(plan, micro_batch_size=2, accum_steps=2)
+    assert plan.last_micro_batch_size == 1
+    history = plan.apply().fit(*arrays, batch_size=5, epochs=2, shuffle=False, verbose=0)
+    logs = {name: values[-1] for name, values in history.history.items()}
+    assert_same((model, logs), oracle)
+    weights = dense_model().get_weights()
+    assert_differ(weights, model.get_weights())
 
 
 # -------------------------------------------------------------------------- collectives

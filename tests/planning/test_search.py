@@ -1,5 +1,6 @@
 """The search for a micro-batch size, on invented memory and time, against all sizes."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -7,8 +8,15 @@ import pytest
 from helpers import assert_refused
 
 from keras_accum._planning import budget as _budget
-from keras_accum._planning.budget import format_bytes, parse_budget
-from keras_accum._planning.search import Patience, Search, Trial, candidates, choose
+from keras_accum._planning.budget import format_bytes, format_step, parse_budget
+from keras_accum._planning.search import (
+    Fixed,
+    Patience,
+    Search,
+    Trial,
+    candidates,
+    choose,
+)
 
 MIB = 2**20
 
@@ -98,7 +106,9 @@ def test_the_fastest_is_taken_and_not_the_largest():
     machine = Machine(lambda size, _: size, lambda size, _: 1 + abs(size - 16) / 16)
     best = search(machine, candidates(64), 64).best()
     assert best.micro_batch_size == 16
-    assert [size for size, _, timed in machine.runs if timed] == [64, 32, 16, 8]
+    # A faster size is compared with the one before twice.
+    timed = [size for size, _, timed in machine.runs if timed]
+    assert timed == [64, 32, 64, 16, 32, 8]
     # The control: with time that falls, the largest.
     machine = Machine(lambda size, _: size)
     assert search(machine, candidates(64), 64).best().micro_batch_size == 64
@@ -107,6 +117,73 @@ def test_the_fastest_is_taken_and_not_the_largest():
 def test_a_smaller_size_has_to_be_faster_by_more_than_noise():
     machine = Machine(lambda size, _: size, lambda size, _: 1 + size / 3200)
     assert search(machine, candidates(64), 64).best().micro_batch_size == 64
+
+
+class Noisy(Machine):
+    """A machine whose steps take longer now and then: by `factors`, in turn."""
+
+    def __init__(self, seconds, *factors):
+        super().__init__(lambda size, _: size, seconds)
+        self.factors = iter([*factors, *[1.0] * 99])
+
+    def measure(self, size, recompute, timed):
+        trial = super().measure(size, recompute, timed)
+        if not timed:
+            return trial
+        return dataclasses.replace(trial, seconds=trial.seconds * next(self.factors))
+
+
+def equal(size, recompute):
+    return 1.0
+
+
+def test_a_tie_goes_to_the_fewest_micro_batches():
+    """Also where the machine was slow while the larger size was timed."""
+    machine = Noisy(equal, 1.5)
+    found = search(machine, candidates(64), 64)
+    assert found.best().micro_batch_size == 64
+    assert [size for size, _, timed in machine.runs if timed] == [64, 32, 64]
+    # The time that is told is the shorter one.
+    assert found.trials[6].seconds == 1.0
+    # The control: 32 is as much faster the second time.
+    machine = Noisy(equal, 1.5, 1.0, 1.5)
+    assert search(machine, candidates(64), 64).best().micro_batch_size == 32
+
+
+def test_a_tie_goes_to_the_fewest_micro_batches_wherever_the_noise_is():
+    rng = np.random.default_rng(0)
+    chosen = []
+    for _ in range(50):
+        machine = Noisy(equal, *rng.uniform(1, 1.04, size=50))
+        chosen.append(search(machine, candidates(64), 64).best().micro_batch_size)
+    assert set(chosen) == {64}
+
+
+def test_a_size_that_needs_more_the_second_time_is_not_taken():
+    """In a graph the peak differs from run to run: the largest counts."""
+    machine = Noisy(equal, 1.5)
+    measure, runs = machine.measure, machine.runs
+
+    def grows(size, recompute, timed):
+        trial = measure(size, recompute, timed)
+        more = 10 * (runs.count((64, False, True)) > 1)
+        return dataclasses.replace(trial, peak_bytes=trial.peak_bytes + more)
+
+    found = Search(grows, candidates(64), 64, False, Patience())
+    assert found.best().micro_batch_size == 32
+    assert found.trials[6].peak_bytes == 74
+
+
+def test_recomputation_too_has_to_be_faster_twice():
+    def chosen(*factors):
+        machine = Noisy(equal, *factors)
+        machine.memory = memory
+        best, _ = choose(machine.measure, candidates(64), 2600, [False, "s"], Patience())
+        return best.micro_batch_size, best.recompute
+
+    # 16 without recomputation, and 64 with it, take as long.
+    assert chosen() == chosen(1.5) == (16, False)
+    assert chosen(1.5, 1.0, 1.5) == (64, "s")
 
 
 def test_what_is_chosen_has_run():
@@ -121,10 +198,12 @@ def test_the_whole_batch_is_tried_though_the_line_says_that_it_needs_too_much():
     # Sums of gradients take 1000, and a single micro-batch has none.
     machine = Machine(lambda size, _: size + (0 if size == 64 else 1000))
     sizes = candidates(64)
-    assert Search(machine.measure, sizes, 900, False, Patience(), 1000).largest() == 6
+    fixed = Fixed(sums=1000)
+    assert Search(machine.measure, sizes, 900, False, Patience(), fixed).largest() == 6
     # The control: it is not worth a try where it would not help.
     machine.runs.clear()
-    assert Search(machine.measure, sizes, 1040, False, Patience(), 10).largest() == 5
+    fixed = Fixed(sums=10)
+    assert Search(machine.measure, sizes, 1040, False, Patience(), fixed).largest() == 5
     assert 64 not in {size for size, _, _ in machine.runs}
 
 
@@ -148,7 +227,8 @@ def test_a_size_between_two_that_fit_may_not_fit():
         lambda size, _: 60 if size == 64 else size + 40,
         lambda size, _: {64: 3.0, 32: 1.0, 16: 2.0}.get(size, 4.0),
     )
-    found = Search(machine.measure, candidates(64), 61, False, Patience(), sums=50)
+    fixed = Fixed(sums=50)
+    found = Search(machine.measure, candidates(64), 61, False, Patience(), fixed)
     assert found.best().micro_batch_size == 16
 
 
@@ -178,6 +258,36 @@ def test_predictions_come_from_other_sizes():
             == trial.peak_bytes
             == machine.memory(trial.micro_batch_size, False)
         )
+
+
+def test_no_line_is_drawn_through_what_cannot_be_measured():
+    """A step below the floor is measured as any number, as nothing or less."""
+    small = {1: 1003, 2: 999, 4: 1000, 8: 1255}
+    machine = Machine(lambda size, _: small.get(size, 1000 + 20 * size))
+
+    def predicted(fixed):
+        found = Search(machine.measure, candidates(64), 10**6, False, Patience(), fixed)
+        for size in (1, 2, 4, 8, 16, 32, 64):
+            found._try(found._sizes.index(size))
+        return [trial.predicted_bytes for trial in found.trials.values()]
+
+    fixed = Fixed(held=1000, floor=256)
+    assert predicted(fixed) == [None] * 7
+    # The controls: without a floor there is one; a single micro-batch is never on it.
+    without = predicted(Fixed(held=1000))
+    assert without[:2] == [None, None] and None not in without[4:6]
+    assert without[-1] is None
+
+
+def test_a_prediction_below_what_is_held_is_none():
+    machine = Machine(lambda size, _: 2000 - 10 * size)
+    found = Search(machine.measure, candidates(64), 10**6, False, Patience())
+    for index in (1, 2):
+        found._try(index)
+    assert found.predict(64) == 2000 - 640
+    found._fixed = Fixed(held=1500)
+    assert found.predict(64) is None
+    assert found.predict(32) == 2000 - 320
 
 
 def test_looking_for_speed_ends_after_half_of_the_time_that_planning_may_take():
@@ -301,9 +411,9 @@ def test_budgets_without_sense_are_refused(budget):
     assert_refused(
         lambda: parse_budget(budget),
         ValueError,
-        "`memory_budget` must be a number of bytes (an int above 0), a text with a unit "
-        "such as '8GiB' or '500MB', a share of the device's memory (a float above 0 and "
-        f"up to 1), or 'device' for what is free. Received: {budget!r}",
+        "`memory_budget` must be a number of bytes (an int above 0), a string with a "
+        "unit such as '8GiB' or '500MB', a share of the device's memory (a float above "
+        f"0 and up to 1), or 'device' for all that is free. Received: {budget!r}",
     )
 
 
@@ -316,6 +426,8 @@ def test_budgets_of_another_kind_are_refused(budget):
 def test_bytes_are_written_in_the_largest_unit():
     sizes = [5, 2048, 1.5 * MIB, 3 * 2**30]
     assert [format_bytes(s) for s in sizes] == ["5 B", "2.0 KiB", "1.5 MiB", "3.0 GiB"]
+    assert format_step(2048, 1024) == format_bytes(2048)
+    assert format_step(-3, 1024) == format_step(1023, 1024) == "below 1.0 KiB"
 
 
 @pytest.mark.parametrize(("held", "tried"), [(600, [4, 16]), (0, [4, 8])])
@@ -327,8 +439,8 @@ def test_the_second_size_is_guessed_by_what_is_held(held, tried):
         asked.append(size)
         return Trial(size, recompute, 1000 + 10 * size, seconds=1.0)
 
-    sums = 400 if held else 0
+    fixed = Fixed(held, 400) if held else Fixed()
     budget = 1000 + 10 * 16 + 5
-    search = Search(measure, candidates(64), budget, False, Patience(), sums, held)
+    search = Search(measure, candidates(64), budget, False, Patience(), fixed)
     assert candidates(64)[search.largest()] == 16
     assert asked[:2] == tried

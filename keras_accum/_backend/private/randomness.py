@@ -17,6 +17,8 @@ from keras.src.backend.common.global_state import (
 from keras.src.random.seed_generator import draw_seed
 from tensorflow.python.eager import context as tf_context
 
+from .strategies import components
+
 # Where Keras keeps its global seed generator. To Keras 3.12 the key has no name there.
 GLOBAL_SEED_GENERATOR = "global_seed_generator"
 
@@ -37,7 +39,8 @@ def random_state_kept() -> Iterator[None]:
     seeds = operations.get("_rng")  # not there until `tf.random.set_seed`
     kept = (random.getstate(), np.random.get_state(), seeds and seeds.getstate())
     generator = global_seed_generator()
-    seed = None if generator is None else np.array(generator.state.value)
+    states = [] if generator is None else components(generator.state)
+    seed = [(state, state.numpy()) for state in states]
     try:
         yield
     finally:
@@ -48,8 +51,8 @@ def random_state_kept() -> Iterator[None]:
             seeds.setstate(kept[2])
             operations["_rng"] = seeds
         set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
-        if generator is not None:
-            generator.state.assign(seed)
+        for state, value in seed:
+            state.assign(value)
 
 
 class MaskDrawing:

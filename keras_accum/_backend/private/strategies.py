@@ -11,6 +11,11 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
 
 
+def components(variable: keras.Variable) -> list[tf.Variable]:
+    """The variables behind a Keras variable: one on each replica that it was made for."""
+    return list(getattr(variable.value, "values", [variable.value]))
+
+
 @contextlib.contextmanager
 def replicas_left_to_caller(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """Keep `optimizer` from what it does across replicas: the caller does it.
