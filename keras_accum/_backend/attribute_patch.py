@@ -1,5 +1,8 @@
 """Putting something in the place of an attribute, for a while."""
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -25,3 +28,40 @@ class AttributePatch:
             setattr(self._owner, self._name, self._before)
         else:
             delattr(self._owner, self._name)
+
+
+class Installation:
+    """Attributes replaced while at least one holder needs them.
+
+    Args:
+        patches: replaces them.
+    """
+
+    def __init__(self, patches: Callable[[], list[AttributePatch]]) -> None:
+        self._make = patches
+        self._patches: list[AttributePatch] = []
+        self._holders = 0
+        self._lock = threading.RLock()
+
+    def hold(self) -> None:
+        """Need them."""
+        with self._lock:
+            if not self._holders:
+                self._patches = self._make()
+            self._holders += 1
+
+    def release(self) -> None:
+        """Need them no longer."""
+        with self._lock:
+            self._holders -= 1
+            while not self._holders and self._patches:
+                self._patches.pop().undo()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """A context that needs them."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self.release()

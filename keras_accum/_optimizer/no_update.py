@@ -45,6 +45,13 @@ def begin_training(model: keras.Model, optimizer: Any) -> None:
     )
 
 
+def begin_fit(model: keras.Model) -> None:
+    """`begin_training` for the optimizer of which `fit` will tell its end."""
+    optimizer: Any = getattr(model, "optimizer", None)
+    if hasattr(optimizer, "micro_step"):
+        begin_training(model, optimizer)
+
+
 def note_dropped(optimizer: Any) -> None:
     """Note that what the open window holds will be dropped."""
     if optimizer.training is not None:

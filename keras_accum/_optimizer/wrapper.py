@@ -18,6 +18,7 @@ from .._backend import replica
 from .._backend.control import run_if
 from .._backend.private import canaries
 from .._backend.private.compiled import compiled_by_xla
+from .._backend.private.fits import hear_fits, observe_fits
 from .._backend.private.layers import flatten_layers
 from .._backend.private.losses import (
     hear_losses,
@@ -49,7 +50,7 @@ from .arguments import (
     resolve_optimizer,
     scaler_settings,
 )
-from .no_update import Training, end_training, note_dropped
+from .no_update import Training, begin_fit, end_training, note_dropped
 from .pending import PendingWeight
 from .saving import check_saved, split_scaler, split_window
 from .update import EndOfWindow
@@ -222,11 +223,13 @@ class AccumOptimizer(LossScaleOptimizer):
         return type(self)
 
     def _listen(self) -> None:
-        """Hear of training losses, until this optimizer is gone."""
+        """Hear of `fit` and of training losses, until this optimizer is gone."""
         if self not in _listening:
             _listening.add(self)
             observe_training_losses(announce_weight)
+            observe_fits(begin_fit)
             weakref.finalize(self, hear_losses())
+            weakref.finalize(self, hear_fits())
             patch_distribution_bugs()
 
     # ------------------------------------------------------------------ variables

@@ -160,7 +160,10 @@ def test_what_is_tried_is_tried_once(monkeypatch):
 LOUD = {
     "compiled.compiled_bytes": "asks the compiler, or raises",
     "compiled.device_limit": "asks the device, or raises",
+    "fits.hear_fits": "replaces a method, or raises; a warning depends on it, no number",
+    "fits.observe_fits": "adds to what is this package's",
     "graphs.functional_arguments": "is called, or raises",
+    "layers.attributes": "leaves out what nobody looks for",
     "layers.build_by_call": "calls what is imported",
     "layers.renormalizes": "reads a public attribute",
     "layers.taking_more_weights": "unlocks, or raises",
@@ -180,6 +183,7 @@ LOUD = {
     "models.build_for": "calls `_symbolic_build`, which has a canary",
     "models.compiled_parts": "reads attributes, or raises",
     "models.created_outside": "else a step is traced twice",
+    "models.rows_tracked": "reads attributes, or raises",
     "models.scalar_metrics": "replaces an attribute, or raises",
     "optimizers.children_of": "calls a method, or raises",
     "optimizers.index_of": "calls a method, or raises",

@@ -21,7 +21,7 @@ from keras.src.losses import loss as keras_loss
 from keras.src.trainers.trainer import Trainer
 from tensorflow.python.eager import record
 
-from ..attribute_patch import AttributePatch
+from ..attribute_patch import AttributePatch, Installation
 from .layers import flatten_layers
 
 
@@ -69,36 +69,6 @@ def _set(name: str, value: Any) -> Iterator[None]:
 # --- Installing, and taking back.
 
 
-class _Installation:
-    """Functions of Keras replaced while at least one holder needs them."""
-
-    def __init__(self, patches: Callable[[], list[AttributePatch]]) -> None:
-        self._make = patches
-        self._patches: list[AttributePatch] = []
-        self._holders = 0
-        self._lock = threading.RLock()
-
-    def hold(self) -> None:
-        with self._lock:
-            if not self._holders:
-                self._patches = self._make()
-            self._holders += 1
-
-    def release(self) -> None:
-        with self._lock:
-            self._holders -= 1
-            while not self._holders and self._patches:
-                self._patches.pop().undo()
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        self.hold()
-        try:
-            yield
-        finally:
-            self.release()
-
-
 def _patch_reductions() -> list[AttributePatch]:
     # `Loss.__call__` looks these up by name.
     wrappers = {
@@ -121,8 +91,8 @@ def _patch_training_losses() -> list[AttributePatch]:
     ]
 
 
-_reductions = _Installation(_patch_reductions)
-_training_losses = _Installation(_patch_training_losses)
+_reductions = Installation(_patch_reductions)
+_training_losses = Installation(_patch_training_losses)
 
 
 def hear_losses() -> Callable[[], None]:

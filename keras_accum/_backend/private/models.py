@@ -131,8 +131,7 @@ def rows_tracked(model: keras.Model) -> float:
 
     The metric is not always among `model.metrics`, and another may have its name.
     """
-    tracker = getattr(model, "_loss_tracker", None)
-    if tracker is None:
+    if (tracker := model._loss_tracker) is None:
         return 0.0
     return float(keras.ops.convert_to_numpy(tracker.count))
 
