@@ -68,7 +68,9 @@ def accumulate_coupled(
         tape.watch([outputs, added])
         forget_call_losses(model)
         for value in added:
-            keras.layers.Layer.add_loss(model, value)
+            # Keras adds losses up in one dtype.
+            wide = keras.backend.result_type(value.dtype, keras.config.floatx())
+            keras.layers.Layer.add_loss(model, tf.cast(value, wide))
         with listen_to_reductions(note):  # Nobody else is to: this is no micro-batch.
             loss = compute_loss(model, *seen)
         target = model.optimizer.scale_loss(loss)

@@ -262,3 +262,14 @@ def test_two_passes_keep_float64():
     finally:
         keras.config.set_floatx("float32")
     assert_close(found, expected, 1e-13)
+
+
+def test_two_passes_add_losses_up_in_the_widest_dtype():
+    """Layers in float32, and losses in float64: Keras itself cannot add them up."""
+    expected, _ = train(lambda: stack(Mean()), 13)
+    keras.config.set_floatx("float64")
+    try:
+        found, _ = train(lambda: stack(Mean()), 13, split=SPLITS["two passes"])
+    finally:
+        keras.config.set_floatx("float32")
+    assert_close(found, expected, 2e-6)
