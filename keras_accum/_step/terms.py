@@ -20,8 +20,17 @@ from .._backend.private.losses import (
 )
 from .._backend.private.models import compiled_parts, scalar_metrics
 from .._core.loop import rows_of, take
-from .._core.loss import LossTerm, Terms, describe, loss_of_none
+from .._core.loss import (
+    LossTerm,
+    Terms,
+    check_sums,
+    describe,
+    loss_of_none,
+    optimizer_weight,
+    warn_of_unknown,
+)
 from .._core.own_loss import Understanding, nothing_moves, understand
+from .._optimizer.wrapper import AccumOptimizer
 
 # Even, and not a size that much else has.
 _SAMPLES = 12
@@ -140,3 +149,35 @@ def _computed(model: keras.Model, micro_batch: Any, samples: int | None) -> Foun
         known = understand(model, arguments, (total, reduced, added))
     kinds = tuple(tf.TensorSpec(value.shape, value.dtype) for value in added)
     return Found(Terms(tuple(compiled), kinds, *known), tuple(scalars))
+
+
+def accumulates(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an optimizer takes a batch for a micro-batch of a window of its own."""
+    return isinstance(optimizer, AccumOptimizer)
+
+
+def adds_up(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an optimizer adds batches up, so that a regularizer is to count once."""
+    return accumulates(optimizer) and optimizer.reduction == "sum"
+
+
+def check_terms(model: keras.Model, terms: Terms) -> None:
+    """Refuse, or warn of, what this step, and a further window, cannot have exactly."""
+    if loss_weight_function(model) is not None:
+        return
+    if not accumulates(model.optimizer):
+        warn_of_unknown(terms, model)
+    elif model.optimizer.reduction == "sum":
+        check_sums(terms, model)
+    else:
+        optimizer_weight(terms, None, model)
+
+
+def window_weight(
+    terms: Terms, rows: tf.Tensor, totals: dict[int, tf.Tensor]
+) -> tf.Tensor:
+    """What a further window, in the optimizer, has to weigh this batch by."""
+    first = terms.compiled[0] if terms.complete and terms.compiled else None
+    if first is None or first.kind != "mean":
+        return rows
+    return totals[0] if first.per_sample is None else rows * first.per_sample

@@ -48,20 +48,23 @@ from .._core.loop import (
 )
 from .._core.loss import (
     Terms,
-    check_sums,
     describe,
     loss_of_none,
-    optimizer_weight,
     record_terms,
-    warn_of_unknown,
 )
 from .._core.own_loss import nothing_moves
 from .._optimizer.accumulator import Weight
 from .._optimizer.arguments import check_step_optimizer
 from .._optimizer.averages import apply_reduced, overwrite_by_averages
-from .._optimizer.wrapper import AccumOptimizer
 from .settings import Settings
-from .terms import find, loss_weight_function
+from .terms import (
+    accumulates,
+    adds_up,
+    check_terms,
+    find,
+    loss_weight_function,
+    window_weight,
+)
 from .two_pass import accumulate_coupled
 
 _BAD_WEIGHT = (
@@ -99,7 +102,7 @@ def compute_gradients(
     batch, checks = check_batch(keras.utils.unpack_x_y_sample_weight(data))
     checks += _check_weights(batch[2])
     optimizer, first = model.optimizer, True
-    if _accumulates(optimizer):
+    if accumulates(optimizer):
         optimizer.enable_scaling_if_float16(model)
         first = tf.equal(optimizer.micro_step, 0)
     accumulate_parts = accumulate_coupled if settings.two_pass else accumulate_model
@@ -127,7 +130,7 @@ def accumulate_model(
 ) -> BatchGradients:
     """The loss and the gradients of `model` for `batch`; its metrics are updated."""
     terms, scalar_metrics = find(model, batch)
-    _check(model, terms)
+    check_terms(model, terms)
     if scalar_metrics and not _is_one(split, batch):
         _warn_of_scalar_metrics(model, scalar_metrics)
     rows, totals = _denominators(model, batch, split, terms, jit_compile)
@@ -143,7 +146,7 @@ def accumulate_model(
         jit_compile=jit_compile,
     )
     if hook is None:
-        weight = _window_weight(terms, rows, totals)
+        weight = window_weight(terms, rows, totals)
         return found._replace(weight=weight, rest=_rest(model, terms, rows))
     if not _divides_together(model):
         return found
@@ -152,28 +155,6 @@ def accumulate_model(
     own = tf.math.divide_no_nan(own, tf.cast(rows_of(batch), own.dtype))
     parts = [part * own for part in found.parts]
     return found._replace(loss=found.loss * own, parts=parts)
-
-
-def _check(model: keras.Model, terms: Terms) -> None:
-    """Refuse, or warn of, what this step, and a further window, cannot have exactly."""
-    if loss_weight_function(model) is not None:
-        return
-    if not _accumulates(model.optimizer):
-        warn_of_unknown(terms, model)
-    elif model.optimizer.reduction == "sum":
-        check_sums(terms, model)
-    else:
-        optimizer_weight(terms, None, model)
-
-
-def _window_weight(
-    terms: Terms, rows: tf.Tensor, totals: dict[int, tf.Tensor]
-) -> tf.Tensor:
-    """What a further window, in the optimizer, has to weigh this batch by."""
-    first = terms.compiled[0] if terms.complete and terms.compiled else None
-    if first is None or first.kind != "mean":
-        return rows
-    return totals[0] if first.per_sample is None else rows * first.per_sample
 
 
 def _rest(model: keras.Model, terms: Terms, rows: tf.Tensor) -> tf.Tensor | float:
@@ -203,13 +184,9 @@ def _warn_of_scalar_metrics(model: keras.Model, names: tuple[str, ...]) -> None:
     )
 
 
-def _accumulates(optimizer: keras.optimizers.Optimizer) -> bool:
-    return isinstance(optimizer, AccumOptimizer)
-
-
 def _divides_together(model: keras.Model) -> bool:
     """Whether gradients are divided by what all replicas hold, and reduced at once."""
-    return replica.count() > 1 and not _accumulates(model.optimizer)
+    return replica.count() > 1 and not accumulates(model.optimizer)
 
 
 def _divisor(
@@ -218,7 +195,7 @@ def _divisor(
     """From the weight of a replica's micro-batches to what to divide its gradients by."""
     if replica.count() == 1:
         return None
-    if _accumulates(model.optimizer):
+    if accumulates(model.optimizer):
         # As Keras's losses make them: the mean, divided by the number of replicas.
         return lambda weight: weight * replica.count()
     if loss_weight_function(model) is None:
@@ -241,7 +218,7 @@ def update(model: keras.Model, found: BatchGradients) -> None:
 def _apply(model: keras.Model, found: BatchGradients) -> None:
     optimizer, variables = model.optimizer, model.trainable_weights
     gradients = _zeros_where_others_have_gradients(found.gradients, variables)
-    if _accumulates(optimizer):
+    if accumulates(optimizer):
         weight = Weight(found.weight, tf.convert_to_tensor(found.rest))
         optimizer.apply_weighted(gradients, variables, weight)
         return
@@ -274,7 +251,6 @@ def _loss_function(
 ) -> LossFunction:
     """From a micro-batch and its samples to its loss, its weight, and its loss terms."""
     hook = loss_weight_function(model)
-    adds_up = _accumulates(model.optimizer) and model.optimizer.reduction == "sum"
 
     def loss_of(micro_batch: Any, micro_rows: tf.Tensor) -> Any:
         x, y, sample_weight = micro_batch
@@ -297,7 +273,7 @@ def _loss_function(
             multiply_vector_losses(model, inverse)
         with listen_to_reductions(adjust):
             loss = compute_loss(model, x, y, y_pred, sample_weight)
-        if adds_up and (regular := regularization(model)) is not None:
+        if adds_up(model.optimizer) and (regular := regularization(model)) is not None:
             loss += model.optimizer.once(regular)
         model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         pool_calls(model)

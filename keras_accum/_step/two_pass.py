@@ -31,11 +31,14 @@ from .._backend.private.losses import (
     forget_call_losses,
     has_own_compute_loss,
     listen_to_reductions,
+    regularization,
 )
 from .._batch_norm import forget_calls, pool_calls
 from .._core.accumulate import BatchGradients, value_and_gradients
 from .._core.gradients import scalar_dtype
 from .._core.loop import Split, for_each_micro_batch, rows_of, take
+from .._core.loss import LossTerm, describe, loss_of_none
+from .terms import accumulates, adds_up, check_terms, find, loss_weight_function
 
 
 def accumulate_coupled(
@@ -59,10 +62,13 @@ def accumulate_coupled(
     is_mean = [value.shape.rank == 0 for value in kinds]
     added = [s / tf.cast(all_rows, s.dtype) if m else s for s, m in zip(sums, is_mean)]
     parts: list[tf.Tensor] = []
+    compiled: list[LossTerm] = []
 
     def note(*reduced: Any) -> tf.Tensor:
-        parts.append(reduced[-1])
-        return reduced[-1]
+        *described, part = reduced
+        compiled.append(describe(*described))
+        parts.append(loss_of_none(part))
+        return parts[-1]
 
     with tf.GradientTape() as tape:
         tape.watch([outputs, added])
@@ -72,8 +78,10 @@ def accumulate_coupled(
             wide = keras.backend.result_type(value.dtype, keras.config.floatx())
             keras.layers.Layer.add_loss(model, tf.cast(value, wide))
         with listen_to_reductions(note):  # Nobody else is to: this is no micro-batch.
-            loss = compute_loss(model, *seen)
-        target = model.optimizer.scale_loss(loss)
+            loss = target = compute_loss(model, *seen)
+        if adds_up(model.optimizer) and (regular := regularization(model)) is not None:
+            target += model.optimizer.once(regular)
+        target = model.optimizer.scale_loss(target)
     forget_call_losses(model)
     values = [v.value for v in variables]
     cotangents, factors, direct = tape.gradient(target, (outputs, added, values))
@@ -105,7 +113,26 @@ def accumulate_coupled(
     direct = [d if d is None else tf.convert_to_tensor(d) / replicas for d in direct]
     gradients = [_sum(g, d) for g, d in zip(found.gradients, direct)]
     loss = tf.cast(loss, dtype)
-    return BatchGradients(loss, gradients, all_rows / replicas, parts, all_rows)
+    weight = _weight(model, batch, compiled, seen, all_rows) / replicas
+    return BatchGradients(loss, gradients, weight, parts, all_rows, 1.0)
+
+
+def _weight(
+    model: keras.Model,
+    batch: Any,
+    compiled: list[LossTerm],
+    arguments: Any,
+    rows: tf.Tensor,
+) -> tf.Tensor:
+    """What a further window, in the optimizer, has to weigh the whole batch by."""
+    if not accumulates(model.optimizer):
+        return rows
+    if (weight_of := loss_weight_function(model)) is not None:
+        return tf.cast(weight_of(*arguments), rows.dtype)
+    terms = find(model, batch).terms
+    check_terms(model, terms)
+    known = terms.complete and compiled and compiled[0].kind == "mean"
+    return tf.cast(compiled[0].weight, rows.dtype) if known else rows
 
 
 def _added(model: keras.Model) -> list[tf.Tensor]:

@@ -47,7 +47,8 @@ def build_compiled(
     # What cannot be computed symbolically is left to Keras, and to a second trace.
     with contextlib.suppress(Exception), created_outside():
         if loss is not None and not loss.built:
-            loss.build(y, y_pred)
+            arguments = (x, y, y_pred, sample_weight)
+            compute_output_spec(model._compute_loss, *arguments, training=False)
         if metrics is not None and not metrics.built:
             compute_output_spec(
                 model.compute_metrics, x, y, y_pred, sample_weight=sample_weight
