@@ -273,3 +273,44 @@ def test_two_passes_add_losses_up_in_the_widest_dtype():
     finally:
         keras.config.set_floatx("float32")
     assert_close(found, expected, 2e-6)
+
+
+@pytest.mark.parametrize("how", SPLITS)
+def test_both_routes_weigh_by_what_the_loss_divides_by(how):
+    def loss():
+        return keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+
+    weights = (0.1 + np.arange(13) % 4).astype("float32")
+    weights[:7] *= 0.2
+    options = {"loss": loss(), "weights": weights}
+    expected, _ = train(stack, 13, keras.optimizers.SGD(0.01), **options)
+    found, _ = train(stack, 7, accumulating(accum_steps=2), SPLITS[how], **options)
+    assert_close(found, expected)
+    assert_differ(expected, train(stack, 13, keras.optimizers.SGD(0.01))[0])
+
+
+def test_two_passes_count_a_regularizer_of_a_sum_once_a_window():
+    def make():
+        return stack(regularizer=keras.regularizers.L2(0.3))
+
+    split = {"micro_batch_size": 2, "two_pass": True}
+    found, _ = train(make, 7, accumulating("sum", 2), split, loss=sums())
+    expected, _ = train(make, 13, keras.optimizers.SGD(0.01), loss=sums())
+    assert_close(found, expected, 2e-6)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_output_without_a_loss(eager):
+    def run(optimizer, batch):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((5,))
+        outputs = {name: layers.Dense(3, name=name)(inputs) for name in "ab"}
+        model = keras.Model(inputs, outputs)
+        losses = {"a": "mse", "b": None}
+        model.compile(optimizer, losses, run_eagerly=eager, jit_compile=False)
+        model.fit(X, {"a": Y}, batch_size=batch, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        expected = run(keras.optimizers.SGD(0.01), 13)
+    assert_close(run(accumulating(), 4), expected)
