@@ -120,7 +120,7 @@ def test_what_the_passes_share_matters(lost, monkeypatch):
     """The control: without it, the tests above would find something else."""
     expected = gradients(model_of())[1]
     if lost == "state":
-        monkeypatch.setattr(FirstPass, "_read", lambda self, v: v._value + 0)
+        monkeypatch.setattr(FirstPass, "_value_of", lambda self, v: v._value + 0)
     else:
         monkeypatch.setattr(
             _recompute_core, "save_context", lambda: _recompute_core.unrecorded
