@@ -4,9 +4,9 @@ import gc
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# Without oneDNN, TensorFlow's CPU allocator tells nothing of memory. It is on by default
-# on some processors only.
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
+# Else TensorFlow's CPU allocator counts memory only where oneDNN is on by default, which
+# depends on the processor.
+os.environ.setdefault("TF_CPU_ALLOCATOR_USE_BFC", "1")
 
 import keras
 import pytest
