@@ -122,9 +122,6 @@ TO_MOVE = {
         "_trackable_children",
     },
     "_planning.transaction": {"_compile_loss", "_compile_metrics"},
-    "_recompute.api": {"_run_through_graph"},
-    "_recompute.checks": {"_losses"},
-    "_recompute.segments": {"_outputs_struct", "_run_through_graph"},
     "_step.model": {"_inputs_struct", "_outputs_struct"},
 }
 # `sys` and named tuples document these.

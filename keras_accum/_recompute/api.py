@@ -12,7 +12,7 @@ import keras
 
 from .._backend.attribute_patch import AttributePatch
 from .._backend.private import canaries
-from .._backend.private.graphs import graph_of, nodes_of
+from .._backend.private.graphs import graph_of, nodes_of, run_by, runner_of
 from .._backend.private.layers import (
     call_method,
     flatten_layers,
@@ -182,7 +182,7 @@ def _recompute_segments(
             "subclassed, or a Sequential model that is not built. Build it first, or "
             "give the layers to recompute, as in `recompute(model, 'block_*')`."
         )
-    if isinstance(vars(graph).get("_run_through_graph"), GraphInSegments):
+    if isinstance(runner_of(graph), GraphInSegments):
         raise ValueError(_TWICE.format(name=model.name))
     count = _count(segments, len(nodes_of(graph)))
     kept = layers_inside([graph], keep)
@@ -190,7 +190,7 @@ def _recompute_segments(
         _check_free(layer)
         _check_cell(model, layer)
     run = GraphInSegments(graph, count, verify)
-    shadows = [*_keep(kept), AttributePatch(graph, "_run_through_graph", run)]
+    shadows = [*_keep(kept), run_by(graph, run)]
     _trace_anew(model)
     return Recomputation(model, shadows, run.names, kept)
 

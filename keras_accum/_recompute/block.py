@@ -40,7 +40,7 @@ from .checks import (
     check_traced,
     check_traced_anew,
 )
-from .dropout import keep_dropout_masks
+from .dropout import dropout_masks_kept
 from .nest import Nest
 from .passes import FirstPass, Pass, SecondPass
 
@@ -61,7 +61,6 @@ class Block:
         *,
         verify: bool = False,
     ) -> None:
-        keep_dropout_masks()
         self.function, self.name = function, name
         self._roots = layers
         self._verify, self._first_call = verify, True
@@ -232,7 +231,7 @@ class _Recomputed:
 
     def _run(self, scope: Pass, arguments: Any) -> _Outcome:
         args, kwargs = arguments
-        with scope:
+        with dropout_masks_kept, scope:
             outputs = self.block.function(*args, **kwargs)
         layers = self.block.layers
         owners = [take_loss(layers, loss) for loss in scope.losses]

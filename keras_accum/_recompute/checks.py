@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from .._backend.attribute_patch import AttributePatch
 from .._backend.private.functions import captured
-from .._backend.private.layers import handles_of, is_watched
+from .._backend.private.layers import attributes_without_losses, handles_of, is_watched
 from .._backend.private.tapes import could_record, is_recorded
 from .nest import Nest
 from .passes import Pass
@@ -118,9 +118,7 @@ class CacheCheck:
 
     def _tensors(self) -> Iterator[tuple[keras.layers.Layer, str, tf.Tensor]]:
         for layer in self._block.layers:
-            for name, value in vars(layer).items():
-                if name == "_losses":
-                    continue
+            for name, value in attributes_without_losses(layer).items():
                 values = value.values() if isinstance(value, dict) else value
                 several = isinstance(value, (dict, list, tuple))
                 for item in values if several else [value]:

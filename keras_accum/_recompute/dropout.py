@@ -9,13 +9,8 @@ import math
 import tensorflow as tf
 
 from .._backend.private.layers import current_scope
-from .._backend.private.randomness import MaskDrawing, take_dropout_masks_from
+from .._backend.private.randomness import DropoutByMask, MaskDrawing
 from .passes import Pass
-
-
-def keep_dropout_masks() -> None:
-    """Have any dropout that runs in two passes draw its mask in the first one only."""
-    take_dropout_masks_from(_mask)
 
 
 def _mask(drawing: MaskDrawing) -> tf.Tensor | None:
@@ -26,6 +21,10 @@ def _mask(drawing: MaskDrawing) -> tf.Tensor | None:
     # Out of the bits in the first pass, too: what was drawn is not needed any longer.
     bits = scope.draw(lambda: pack(drawing.draw()), drawing.skip)
     return unpack(bits, drawing.inputs)
+
+
+# Around a pass: what it drops is drawn in the first one only.
+dropout_masks_kept = DropoutByMask(_mask)
 
 
 def pack(mask: tf.Tensor) -> tf.Tensor:

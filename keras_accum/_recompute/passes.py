@@ -154,6 +154,8 @@ class Keep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self.function(*args, **kwargs)
         scope = current_scope()
+        if not isinstance(scope, Pass) or not scope.is_here():
+            return outputs  # What is inside of a loop cannot leave it.
         if isinstance(scope, FirstPass):
             scope.kept.append((self, Nest(outputs).differentiable))
         elif isinstance(scope, SecondPass):

@@ -16,7 +16,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from .._backend.private.graphs import Functional, graph_of, nodes_of
+from .._backend.private.graphs import (
+    Functional,
+    graph_of,
+    nodes_of,
+    pack_outputs,
+    runner_of,
+)
 from .block import Block
 
 
@@ -82,7 +88,7 @@ def _cheapest(costs: np.ndarray, count: int) -> list[int] | None:
 
 
 class GraphInSegments:
-    """Runs a graph as `Functional._run_through_graph` does, recomputing its segments.
+    """Runs a graph as Keras does, recomputing its segments.
 
     All but the last: its gradient is the first to be asked for, when all that it computed
     is there still (as in `torch.utils.checkpoint.checkpoint_sequential`).
@@ -92,7 +98,7 @@ class GraphInSegments:
     """
 
     def __init__(self, graph: Functional, count: int, verify: bool) -> None:
-        self._graph, self._plain = graph, graph._run_through_graph
+        self._graph, self._plain = graph, runner_of(graph)
         segments = [
             _Segment(graph, nodes) for nodes in cut(nodes_of(graph), graph, count)
         ]
@@ -113,8 +119,7 @@ class GraphInSegments:
         for run, segment in self._runs:
             values = run(operation_fn, *[tensors[i] for i in segment.inputs])
             tensors.update(zip(segment.outputs, values))
-        outputs = [tensors[id(x)] for x in self._graph.outputs]
-        return keras.tree.pack_sequence_as(self._graph._outputs_struct, outputs)
+        return pack_outputs(self._graph, [tensors[id(x)] for x in self._graph.outputs])
 
 
 class _Segment:

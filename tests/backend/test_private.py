@@ -259,6 +259,20 @@ def test_losses_of_a_scope_have_an_owner():
     assert not layers[1]._loss_ids
 
 
+def test_what_a_layer_holds_is_told_from_the_losses_of_its_last_call():
+    layer = keras.layers.Dense(3, activity_regularizer="l2")
+    layer(tf.ones((2, 4)))
+    (loss,) = layer.losses
+
+    def holders(attributes):
+        lists = {n: x for n, x in attributes.items() if isinstance(x, list)}
+        return [n for n, values in lists.items() if any(x is loss for x in values)]
+
+    assert len(holders(vars(layer))) == 1
+    assert holders(layers.attributes_without_losses(layer)) == []
+    assert layers.attributes_without_losses(layer)["units"] == 3
+
+
 def test_layers_keep_logits_build_and_arguments_where_they_are_looked_for():
     probabilities = keras.activations.softmax(tf.constant([[1.0, 2.0]]))
     logits = layers.keras_logits(probabilities)
@@ -283,8 +297,18 @@ def test_a_graph_of_layers_can_be_taken_apart():
     assert [node.operation for node in graphs.nodes_of(graph)] == [model]
     assert graphs.graph_of(keras.Sequential()) is None
     assert layers.children(sequential)[-1] is model
-    # What `_segments` replaces, and how Keras calls it.
-    assert parameters(graph._run_through_graph) == ["inputs", "operation_fn", "call_fn"]
+    # What calls the layers, and how Keras calls it.
+    keras_own = graphs.runner_of(graph)
+    assert parameters(keras_own) == ["inputs", "operation_fn", "call_fn"]
+    seen = []
+    patch = graphs.run_by(graph, lambda *args, **kwargs: seen.append(args) or tf.ones(2))
+    assert sequential(tf.ones((1, 5))).shape == (2,)
+    assert len(seen) == 1
+    patch.undo()
+    assert graphs.runner_of(graph) == keras_own
+    assert sequential(tf.ones((1, 5))).shape == (1, 3)
+    two = keras.Model(model.inputs, {"a": model.outputs[0], "b": model.outputs})
+    assert graphs.pack_outputs(two, [1, 2]) == {"a": 1, "b": [2]}
 
 
 def test_the_compiler_tells_the_memory_of_a_program():

@@ -4,7 +4,7 @@ The oracle is the same block, not recomputed: the same mask, from the same seed.
 """
 
 import collections
-import inspect
+import threading
 
 import keras
 import numpy as np
@@ -251,13 +251,64 @@ def test_rates_that_draw_nothing(rate, draws):
     assert int(block.seed.state.numpy()[1]) - before == draws
 
 
-def test_dropout_elsewhere_is_keras_own():
-    _dropout.keep_dropout_masks()
-    original = inspect.unwrap(keras_random.dropout)
-    assert original is not keras_random.dropout
+def functions_of_keras():
+    """What Keras looks up when it calls a layer, draws, reads and assigns."""
+    owners = [keras_random, keras.random, keras.layers.Layer, keras.layers.Dropout]
+    owners += [keras.Variable, keras.StatelessScope, keras.random.SeedGenerator]
+    return {
+        (owner, name): value for owner in owners for name, value in vars(owner).items()
+    }
+
+
+def test_keras_is_changed_only_while_a_block_runs():
+    before = functions_of_keras()
+    seen = []
+
+    def noise(x, seed):
+        changed = {k for k, v in functions_of_keras().items() if before.get(k) is not v}
+        seen.append(changed)
+        if len(seen) == 4:
+            raise ArithmeticError("seen")
+        return keras.random.dropout(x, 0.5, seed=seed)
+
+    block = Noisy(noise)
+    block(X)
+    holding(block)
+    ka.Recompute(layers.Dropout(0.5))
+    assert functions_of_keras() == before
+    gradients(block, mode="graph")
+    with pytest.raises(ArithmeticError):
+        gradients(block, mode="graph")
+    assert functions_of_keras() == before
+    assert seen == [set(), *[{(keras_random, "dropout")}] * 3]
+
+
+def test_keras_is_changed_once_and_restored_by_the_last_of_several_threads():
+    original = keras_random.dropout
+    inside, leave = threading.Barrier(9), threading.Barrier(9)
+
+    def run():
+        with _dropout.dropout_masks_kept, _dropout.dropout_masks_kept:
+            inside.wait()
+            leave.wait()
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    inside.wait()
+    assert keras_random.dropout.__wrapped__ is original
+    leave.wait()
+    for thread in threads:
+        thread.join()
+    assert keras_random.dropout is original
+
+
+def test_dropout_outside_of_a_block_is_keras_own_while_one_runs():
     seeds = [keras.random.SeedGenerator(3) for _ in range(2)]
-    found = keras.random.dropout(X, 0.5, seed=seeds[0])
-    assert_equal(found, original(tf.constant(X), 0.5, seed=seeds[1]))
+    expected = keras.random.dropout(X, 0.5, seed=seeds[0])
+    with _dropout.dropout_masks_kept:
+        found = keras.random.dropout(X, 0.5, seed=seeds[1])
+    assert_equal(found, expected)
     assert_equal(seeds[0].state, seeds[1].state)
     # The control: another draw.
     assert_differ(keras.random.dropout(X, 0.5, seed=seeds[0]), found)

@@ -749,20 +749,31 @@ def test_a_call_for_eager_mode_alone():
     assert_equal(gradients(model)[1], found[1])
 
 
-def test_kept_layers_inside_of_blocks_inside_of_blocks():
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_kept_layers_inside_of_blocks_inside_of_blocks(mode):
+    """By layer, not by order: the inner block's calls are not the outer one's."""
+
     def make():
         keras.utils.set_random_seed(5)
-        stack = [layers.Dense(8, name=f"dense_{i}") for i in range(3)]
-        inner = keras.Sequential(stack[:2], name="inner")
-        outer = keras.Sequential([inner, stack[2]], name="outer")
+        inner = [layers.Dense(8, name="dense_0"), layers.Dense(8, name="dense_1")]
+        inner = keras.Sequential([*inner, layers.Activation("gelu")], name="inner")
+        last = [layers.Dense(8, name="dense_2"), layers.Activation("gelu")]
+        outer = keras.Sequential([inner, *last], name="outer")
         return keras.Sequential([keras.Input((8,)), outer, layers.Dense(3)])
 
     model = make()
     ka.recompute(model, "inner")
     ka.recompute(model, "outer", keep=["dense_1", "dense_2"])
-    for mode in ("eager", "graph"):
-        expected = gradients(make(), mode=mode)[1]
-        assert_close(gradients(model, mode=mode)[1], expected)
+    expected = gradients(make(), mode=mode)[1]
+    assert_close(gradients(model, mode=mode)[1], expected)
+
+
+def test_a_kept_layer_in_a_loop_is_computed_again():
+    model, plain = (looping(lambda: layers.Activation("gelu")) for _ in range(2))
+    ka.recompute(model, "loops", keep="dense*")
+    expected = gradients(plain, mode="graph")[1]
+    assert_close(gradients(model, mode="graph")[1], expected)
+    assert_differ(expected, [0 * gradient for gradient in expected])
 
 
 def test_an_assignment_to_what_is_frozen_is_one_to_a_weight():
@@ -777,17 +788,76 @@ def test_an_assignment_to_what_is_frozen_is_one_to_a_weight():
         gradients(inner)
 
 
-def test_no_weight_is_updated_before_the_second_pass_has_used_it():
-    """A race: without a barrier one step in eight read weights that had moved already."""
+def graph_of_a_step(model):
+    """The graph of a step, and the gradients in it."""
+    values = [v.value for v in model.trainable_variables]
 
-    def trained(switch):
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x, training=True) ** 2)
+        return tape.gradient(loss, values)
+
+    graph = tf.function(step, autograph=False).get_concrete_function(tf.constant(X)).graph
+    return graph, graph.outputs
+
+
+def waits_for(operation):
+    """The operations that an operation, or an argument of it, waits for."""
+    found, open_ends, seen = set(), [operation], set()
+    while open_ends:
+        operation = open_ends.pop()
+        if operation not in seen:
+            seen.add(operation)
+            found |= {*operation.control_inputs}
+            open_ends += [tensor.op for tensor in operation.inputs]
+    return found
+
+
+def test_no_weight_is_updated_before_the_second_pass_has_used_it():
+    """Each gradient waits for all: else one step in eight used an updated weight."""
+
+    def make():
         keras.utils.set_random_seed(4)
-        inner = keras.Sequential([layers.Dense(8), layers.Dense(3)], name="inner")
-        model = keras.Sequential([keras.Input(X.shape[1:]), inner])
+        stack = [layers.Dense(8, name="first"), layers.Dense(3, name="last")]
+        return keras.Sequential(
+            [keras.Input(X.shape[1:]), keras.Sequential(stack, name="inner")]
+        )
+
+    def waiting(model):
+        """For each gradient, those that it waits for, itself included; none, if none."""
+        _, found = graph_of_a_step(model)
+        waits = []
+        for operation in [tensor.op for tensor in found]:
+            names = set()
+            while operation.type == "Identity":
+                names |= {op.name for op in operation.control_inputs}
+                operation = operation.inputs[0].op
+            names = {name for name in names if name.startswith("gradient")}
+            waits.append(names | {operation.name} if names else names)
+        return waits
+
+    model = make()
+    ka.recompute(model, "inner")
+    assert waiting(make()) == [set()] * 4
+    first, *others = waiting(model)
+    assert others == [first] * 3
+    assert len(first) == 5  # Of four weights and the argument.
+
+
+def test_the_second_pass_draws_when_its_gradient_is_there():
+    """Not before: TensorFlow would draw all blocks' numbers at first, and hold them."""
+
+    def drawing(switch):
+        keras.utils.set_random_seed(4)
+        stack = [layers.Dense(8), layers.GaussianDropout(0.4), layers.Dense(3)]
+        inner = keras.Sequential(stack, name="inner")
+        model = keras.Sequential([keras.Input((8,)), inner, layers.Dense(2, name="head")])
         if switch:
             ka.recompute(model, "inner")
-        return train_steps(model)
+        graph, _ = graph_of_a_step(model)
+        drawn = [op for op in graph.get_operations() if "RandomNormal" in op.type]
+        waits = [[x.name for x in waits_for(operation)] for operation in drawn]
+        return [any(name.startswith("gradient") for name in names) for names in waits]
 
-    expected = trained(False)
-    for _ in range(30):
-        assert_close(trained(True), expected)
+    assert drawing(False) == [False]
+    assert drawing(True) == [False, True]

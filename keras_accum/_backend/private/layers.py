@@ -160,6 +160,11 @@ def attributes(value: Any) -> dict[str, Any]:
     return {n: held for n, held in vars(value).items() if not n.startswith("_self_")}
 
 
+def attributes_without_losses(layer: keras.layers.Layer) -> dict[str, Any]:
+    """What `layer` holds, apart from the losses that Keras collects of a call."""
+    return {name: value for name, value in vars(layer).items() if name != "_losses"}
+
+
 def has_build(layer: keras.layers.Layer) -> bool:
     """Whether `layer` has a `build` of its own; else Keras builds it by calling it."""
     return not is_default(layer.build)

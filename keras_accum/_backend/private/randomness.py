@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from keras.src.backend.common.global_state import (
 from keras.src.random.seed_generator import draw_seed
 from tensorflow.python.eager import context as tf_context
 
+from ..attribute_patch import AttributePatch
 from .strategies import components
 
 # Where Keras keeps its global seed generator. To Keras 3.12 the key has no name there.
@@ -71,28 +73,50 @@ class MaskDrawing:
         self.skip = functools.partial(draw_seed, seed)
 
 
-@functools.cache
-def take_dropout_masks_from(source: Callable[[MaskDrawing], tf.Tensor | None]) -> None:
-    """Have dropout in Keras use the mask that `source` gives, if it gives one.
+class DropoutByMask:
+    """A context in which dropout in Keras applies the mask that `source` gives, if any.
 
     Keras draws a mask and applies it in one function, which its layers and `keras.random`
-    look up by name. With a mask that was drawn as told, the result is that function's,
-    bit for bit.
+    look up by name: there is no other way in between. The function is replaced while any
+    thread is inside, and only then. With a mask that was drawn as `MaskDrawing.draw`
+    does, the result is that of Keras, bit for bit.
+
+    Args:
+        source: from a `MaskDrawing` to a mask, or to None for Keras's own dropout.
     """
-    dropout = keras_random.dropout
 
-    @functools.wraps(dropout)
-    def dropout_by_mask(
-        inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None
-    ) -> tf.Tensor:
-        inputs = tf.convert_to_tensor(inputs)
+    def __init__(self, source: Callable[[MaskDrawing], tf.Tensor | None]) -> None:
+        self._source = source
+        self._inside, self._lock = 0, threading.Lock()
 
-        def draw() -> tf.Tensor:
-            return dropout(tf.ones_like(inputs), rate, noise_shape, seed) > 0
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._patch = AttributePatch(
+                    keras_random, "dropout", self._by_mask(keras_random.dropout)
+                )
+            self._inside += 1
 
-        mask = source(MaskDrawing(inputs, draw, seed)) if 0 < rate < 1 else None
-        if mask is None:
-            return dropout(inputs, rate, noise_shape, seed)
-        return tf.where(mask, inputs * (1 / (1 - rate)), tf.zeros((), inputs.dtype))
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._patch.undo()
 
-    keras_random.dropout = dropout_by_mask
+    def _by_mask(self, dropout: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+        @functools.wraps(dropout)
+        def dropout_by_mask(
+            inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None
+        ) -> tf.Tensor:
+            inputs = tf.convert_to_tensor(inputs)
+
+            def draw() -> tf.Tensor:
+                return dropout(tf.ones_like(inputs), rate, noise_shape, seed) > 0
+
+            drawn = 0 < rate < 1
+            mask = self._source(MaskDrawing(inputs, draw, seed)) if drawn else None
+            if mask is None:
+                return dropout(inputs, rate, noise_shape, seed)
+            return tf.where(mask, inputs * (1 / (1 - rate)), tf.zeros((), inputs.dtype))
+
+        return dropout_by_mask
