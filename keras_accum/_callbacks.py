@@ -12,7 +12,7 @@ import keras
 
 from ._backend.private.models import rows_tracked
 from ._core.checks import check_option
-from ._core.moving_state import describe_moving, moving_layers
+from ._core.moving_state import StateWatch, describe_moving, moving_layers
 from ._optimizer.find import find_optimizers, has_known_train_step
 from ._optimizer.no_update import (
     begin_training,
@@ -86,6 +86,7 @@ class AccumulationMonitor(keras.callbacks.Callback):
         self._in_epoch = False
         self._batches = 0
         self._rows_before = 0.0
+        self._state: StateWatch | None = None
 
     @property
     def optimizer(self) -> keras.optimizers.Optimizer:
@@ -133,8 +134,8 @@ class AccumulationMonitor(keras.callbacks.Callback):
             )
         for windows in self._windows():
             windows.begin_training(self.model)
-        if moving := moving_layers(self.model):
-            logger.warning("%s", describe_moving(moving))
+        self._warn_of_moving(moving_layers(self.model))
+        self._state = StateWatch(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Note where the updates of this epoch begin."""
@@ -159,6 +160,9 @@ class AccumulationMonitor(keras.callbacks.Callback):
         """Add the values of the last update to the logs."""
         self._watch_if_compiled(has_stepped=True)
         self._batches = batch + 1
+        if self._state is not None:
+            self._warn_of_moving(self._state.moved())
+            self._state = None
         for watched in self._watched.values():
             # Only now is the size of a micro-batch known, and the optimizer built.
             if not watched.announced and watched.is_used():
@@ -249,6 +253,10 @@ class AccumulationMonitor(keras.callbacks.Callback):
             return 0
         seen = rows_tracked(self.model) - self._rows_before
         return round(seen / self._batches / replicas)
+
+    def _warn_of_moving(self, layers: list[keras.layers.Layer]) -> None:
+        if layers:
+            logger.warning("%s", describe_moving(layers))
 
     def _add_values(self, logs: dict[str, Any] | None) -> None:
         if logs is None:

@@ -126,12 +126,12 @@ def _spec(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def nothing_moves(model: keras.Model) -> Iterator[None]:
-    """What is assigned inside, or added as a loss, goes nowhere."""
+def nothing_moves(model: keras.Model) -> Iterator[keras.StatelessScope]:
+    """What is assigned inside, or added as a loss, goes nowhere but into the scope."""
     # A stateless scope does not look outside for what a regulariser reads.
     weights = [(v, v) for v in model.trainable_variables if v.regularizer is not None]
-    with keras.StatelessScope(weights, collect_losses=True):
-        yield
+    with keras.StatelessScope(weights, collect_losses=True) as scope:
+        yield scope
 
 
 class _Reader:

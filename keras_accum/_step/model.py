@@ -18,6 +18,7 @@ from .._backend.private.strategies import patch_distribution_bugs
 from .._backend.private.versions import legacy_hint
 from .._core.checks import check_arguments, other_names, refuse_unknown_arguments
 from .._core.loop import compiles_loop
+from .._core.moving_state import moving_layers, warn_of_moving
 from .retry import RetryingStep
 from .settings import NAMES, OnOom, Settings
 from .train_step import train_step
@@ -245,6 +246,9 @@ def accumulate(
     not have it. `del model.train_step, model.make_train_function, model.accumulation`,
     and compiling anew, undoes it.
 
+    Warns of layers that move state at each call, as BatchNormalization does: they see one
+    micro-batch at a time.
+
     Args:
         model: any Keras model: functional, Sequential, subclassed, loaded; compiled or
             not, built or not.
@@ -278,6 +282,7 @@ def accumulate(
     _set(model, settings)
     if hasattr(type(model), "_settings_of_clones"):
         model.__class__ = _functional(type(model), settings)
+    warn_of_moving(model, moving_layers(model))
     return model
 
 

@@ -29,6 +29,7 @@ from .._core.loss import (
     optimizer_weight,
     warn_of_unknown,
 )
+from .._core.moving_state import warn_of_moved
 from .._core.own_loss import Understanding, nothing_moves, understand
 from .._optimizer.wrapper import AccumOptimizer
 
@@ -136,8 +137,9 @@ def _computed(model: keras.Model, micro_batch: Any, samples: int | None) -> Foun
         reduced.append(loss_of_none(loss))
         return reduced[-1]
 
-    with nothing_moves(model):
+    with nothing_moves(model) as scope:
         y_pred = call(model, x)
+        warn_of_moved(model, scope)
         with listen_to_reductions(note):
             total = compute_loss(model, x, y, y_pred, sample_weight)
         added = call_losses(model)

@@ -38,6 +38,7 @@ from .._core.accumulate import BatchGradients, value_and_gradients
 from .._core.gradients import scalar_dtype
 from .._core.loop import Split, for_each_micro_batch, rows_of, take
 from .._core.loss import LossTerm, describe, loss_of_none
+from .._core.moving_state import warn_of_moved
 from .terms import accumulates, adds_up, check_terms, find, loss_weight_function
 
 
@@ -250,6 +251,7 @@ def _describe(
             found["moved"] = [
                 v for v in model.variables if scope.get_current_value(v) is not None
             ]
+            warn_of_moved(model, scope)
         return [tf.shape(tensor)[1:] for tensor in found["all"]]
 
     one = take(x, 0, tf.minimum(1, rows_of(x)))

@@ -170,6 +170,7 @@ LOUD = {
     "layers.attributes": "leaves out what nobody looks for",
     "layers.handles_of": "reads `_value`, which has a canary",
     "layers.build_by_call": "calls what is imported",
+    "layers.own_state": "reads an attribute, or raises",
     "layers.renormalizes": "reads a public attribute",
     "layers.taking_more_weights": "unlocks, or raises",
     "layers.flatten_layers": "calls a method, or raises",

@@ -155,6 +155,11 @@ def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     return list(layer._layers)
 
 
+def own_state(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """The variables of `layer` itself that are no weights, such as moving statistics."""
+    return list(layer._non_trainable_variables)
+
+
 def attributes(value: Any) -> dict[str, Any]:
     """What was set on `value`, without the lists that TensorFlow keeps of it there."""
     return {n: held for n, held in vars(value).items() if not n.startswith("_self_")}

@@ -1,0 +1,144 @@
+"""Layers that move state at each call are named: three of them, and a count."""
+
+import logging
+import pathlib
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import compile_in, data, dense_model, fit
+
+import keras_accum as ka
+from keras_accum._core.moving_state import describe_moving, moving_layers
+
+MOVES = (
+    "State moves at each call of {}, per micro-batch instead of per update, so that a "
+    "window is not the large batch: {}."
+)
+OF_BATCHES = (
+    " BatchNormalization also normalizes each micro-batch by itself. "
+    "AccumBatchNormalization moves its statistics per update; GroupNormalization and "
+    "LayerNormalization do not depend on the batch."
+)
+
+
+class Codebook(keras.layers.Layer):
+    """Keeps a moving average of what passes, as the codes of a VQ-VAE do."""
+
+    def build(self, shape):
+        self.codes = self.add_weight(shape=(shape[-1],), trainable=False, name="codes")
+        self.table = self.add_weight(shape=(shape[-1],), trainable=False, name="table")
+
+    def call(self, inputs, training=False):
+        if training:
+            self.codes.assign(0.9 * self.codes + 0.1 * tf.reduce_mean(inputs, 0))
+        return inputs + self.table
+
+
+class Table(Codebook):
+    """Has the same variables, and lets them be."""
+
+    def call(self, inputs, training=False):
+        return inputs + self.table + self.codes
+
+
+def model_of(*layers):
+    keras.utils.set_random_seed(1)
+    return keras.Sequential([keras.Input((5,)), *layers, keras.layers.Dense(3)])
+
+
+def said_by(function, *args, **options):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", UserWarning)
+        function(*args, **options)
+    tests = pathlib.Path(__file__).parents[1]
+    assert all(pathlib.Path(w.filename).is_relative_to(tests) for w in found)
+    return [str(warning.message) for warning in found]
+
+
+def normalizing(name, **options):
+    return keras.layers.BatchNormalization(name=name, **options)
+
+
+def test_what_moves_is_known_by_class():
+    frozen = normalizing("frozen", trainable=False)
+    spectral = keras.layers.SpectralNormalization(keras.layers.Dense(5), name="spectral")
+    pooled = ka.AccumBatchNormalization(name="pooled")
+    others = [keras.layers.LayerNormalization(), keras.layers.Dropout(0.5), Table()]
+    inner = keras.Sequential([normalizing("deep")])
+    model = model_of(normalizing("first"), inner, frozen, spectral, pooled, *others)
+    assert [layer.name for layer in moving_layers(model)] == ["first", "deep", "spectral"]
+
+
+def test_three_are_named_and_the_others_counted():
+    layers = [normalizing(f"bn{i}") for i in range(5)]
+    three = ", ".join(f"bn{i} (BatchNormalization)" for i in range(3))
+    for count, named in [(1, three[:24]), (3, three), (5, f"{three}, and 2 more")]:
+        subject = "1 layer" if count == 1 else f"{count} layers"
+        assert (
+            describe_moving(layers[:count]) == MOVES.format(subject, named) + OF_BATCHES
+        )
+    assert describe_moving([Codebook(name="codes")]) == MOVES.format(
+        "1 layer", "codes (Codebook)"
+    )
+
+
+def test_accumulate_names_what_it_knows_at_once_and_once():
+    model = model_of(normalizing("first"))
+    expected = MOVES.format("1 layer", "first (BatchNormalization)") + OF_BATCHES
+    assert said_by(ka.accumulate, model, accum_steps=2) == [expected]
+    assert said_by(ka.accumulate, model, accum_steps=3) == []
+    compile_in(model, "eager", keras.optimizers.SGD())
+    assert said_by(fit, model, *data(6), 6) == []
+
+
+@pytest.mark.parametrize("two_pass", [False, True])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_step_names_whatever_has_moved(two_pass, mode):
+    model = model_of(Table(name="table"), Codebook(name="codes"), normalizing("first"))
+    expected = MOVES.format("1 layer", "first (BatchNormalization)") + OF_BATCHES
+    assert said_by(ka.accumulate, model, accum_steps=2, two_pass=two_pass) == [expected]
+    compile_in(model, mode, keras.optimizers.SGD())
+    expected = MOVES.format("1 layer", "codes (Codebook)")
+    assert said_by(fit, model, *data(6), 6) == [expected]
+    assert said_by(fit, model, *data(6), 6) == []
+
+
+def test_a_model_of_the_class_names_them_in_its_first_step():
+    plain = model_of(Codebook(name="codes"), normalizing("first"))
+    model = ka.GradientAccumulationModel(plain.inputs, plain.outputs, accum_steps=2)
+    compile_in(model, "eager", keras.optimizers.SGD())
+    named = "codes (Codebook), first (BatchNormalization)"
+    expected = MOVES.format("2 layers", named) + OF_BATCHES
+    assert said_by(fit, model, *data(6), 6) == [expected]
+
+
+def test_a_model_whose_state_stays_is_not_warned_of():
+    model = model_of(
+        Table(), normalizing("bn", trainable=False), keras.layers.Dropout(0.5)
+    )
+    assert said_by(ka.accumulate, model, accum_steps=2) == []
+    compile_in(model, "graph", keras.optimizers.SGD())
+    assert said_by(fit, model, *data(6), 6) == []
+
+
+@pytest.mark.parametrize("initial", [0.5, np.nan])
+def test_the_monitor_sees_whatever_has_moved_after_the_first_step(initial, caplog):
+    caplog.set_level(logging.WARNING, "keras_accum")
+    model = model_of(Table(name="table"), Codebook(name="codes"), normalizing("first"))
+    model.layers[0].table.assign([initial] * 5)
+    compile_in(model, "eager", ka.AccumOptimizer("sgd", 2))
+    fit(model, *data(12), 3, callbacks=[ka.AccumulationMonitor()])
+    assert [record.getMessage() for record in caplog.records] == [
+        MOVES.format("1 layer", "first (BatchNormalization)") + OF_BATCHES,
+        MOVES.format("1 layer", "codes (Codebook)"),
+    ]
+
+
+def test_the_monitor_says_nothing_of_a_model_whose_state_stays(caplog):
+    caplog.set_level(logging.WARNING, "keras_accum")
+    model = compile_in(dense_model(), "eager", ka.AccumOptimizer("sgd", 2))
+    fit(model, *data(12), 3, callbacks=[ka.AccumulationMonitor()])
+    assert caplog.records == []
