@@ -10,7 +10,7 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from ._core.checks import check_integer, check_number
+from ._core.checks import check_integer, check_number, refuse_unknown_arguments
 
 RULES = ("linear", "sqrt")
 
@@ -48,6 +48,7 @@ class NominalBatchSize:
         Size", on batches that grow.
     """
 
+    @refuse_unknown_arguments("NominalBatchSize")
     def __init__(
         self, nominal: int, *, micro_batch_size: int, warmup_updates: int = 0
     ) -> None:

@@ -298,3 +298,16 @@ def test_the_examples_of_the_docstrings_hold():
             assert_close(eval(line[0], names), eval(line[1]))
             claims += 1
     assert claims == 3
+
+
+def test_an_unknown_argument_is_told_what_was_meant():
+    message = (
+        "`NominalBatchSize` has no argument `batch_size`. Received: batch_size=16. Did you "
+        "mean `micro_batch_size=16`?"
+    )
+    assert_refused(lambda: ka.NominalBatchSize(64, batch_size=16), TypeError, message)
+    message = (
+        "`NominalBatchSize` has no argument `steps`. Received: steps=4. Its arguments are "
+        "`nominal`, `micro_batch_size`, `warmup_updates`."
+    )
+    assert_refused(lambda: ka.NominalBatchSize(64, steps=4), TypeError, message)

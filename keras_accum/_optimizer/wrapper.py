@@ -115,6 +115,20 @@ class AccumOptimizer(LossScaleOptimizer):
     proportional; a warning says so. If a window's total weight is zero, the update is that
     of the regularizers and of weight decay, as in the large batch.
 
+    Several optimizers in one `train_step`, as in a GAN, have windows of their own. Where
+    the critic is updated first, it is so in the last micro-step of its window: of the
+    generator's window, that micro-step alone sees the new critic, where all of the large
+    batch sees it. To be exact, let the data yield the large batch, and take it apart for
+    each in turn:
+
+    ```python
+    for loss_fn, optimizer, variables in self.players:
+        loss, gradients = accumulate_gradients(
+            loss_fn, variables, batch, micro_batch_size=4
+        )
+        optimizer.apply(gradients, variables)
+    ```
+
     Memory: one float32 copy of the trained variables, whatever their dtype.
 
     Args:
