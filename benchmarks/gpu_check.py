@@ -215,7 +215,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--model", choices=["cnn", "transformer"], default="cnn")
     add("--k", type=int, default=8, help="micro-batches per update and replica")
     add("--windows", type=int, default=20, help="to time")
-    add("--jit-compile", action="store_true", help="XLA; refused on CPU replicas")
+    add("--jit-compile", action="store_true", help="XLA; one device only")
     add("--quick", action="store_true", help="k=2; 2 windows, on all devices in float32")
     args = parser.parse_args()
     if args.quick:
