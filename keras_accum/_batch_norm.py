@@ -63,6 +63,34 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):
             )
         self._last = _Call()
 
+    @classmethod
+    def convert(cls, layer: keras.layers.Layer) -> keras.layers.Layer:
+        """A copy of a layer, pooled if it is a BatchNormalization: for `clone_model`.
+
+        ```python
+        clone = keras.models.clone_model(
+            model, clone_function=AccumBatchNormalization.convert
+        )
+        ```
+
+        `replace_batch_normalization` does the same in place, in any kind of model.
+
+        Args:
+            layer: any layer.
+
+        Returns:
+            A new `AccumBatchNormalization` for a BatchNormalization, a new layer of its
+            own class for any other; with its config and, if it is built, its weights.
+        """
+        plain = type(layer) is keras.layers.BatchNormalization
+        kind = cls if plain else type(layer)
+        converted = kind.from_config(layer.get_config())
+        if layer.built and layer.weights:
+            converted.build_from_config(layer.get_build_config())
+            for variable, value in zip(converted.weights, layer.get_weights()):
+                variable.assign(value)
+        return converted
+
     def build(self, input_shape: Any) -> None:
         """Create the weights of BatchNormalization, and those of the window."""
         canaries.check()

@@ -408,6 +408,41 @@ def norms(model):
     return [layer for layer in layers if isinstance(layer, PLAIN)]
 
 
+@pytest.mark.parametrize(
+    "options", [{"momentum": 0.6, "epsilon": 0.1}, {"center": False, "scale": False}]
+)
+def test_a_converted_clone_keeps_its_weights_and_settings(options):
+    x, y = shifted()
+    layers = [keras.Input((5,)), keras.layers.Dense(3), PLAIN(name="norm", **options)]
+    model = fit_eagerly(keras.Sequential(layers), x, y)
+    clone = keras.models.clone_model(model, clone_function=POOLED.convert)
+    norm, plain = clone.get_layer("norm"), model.get_layer("norm")
+    assert type(norm) is POOLED
+    assert_equal(norm.get_weights()[: len(plain.weights)], plain.get_weights())
+    assert_equal(clone.predict(x, verbose=0), model.predict(x, verbose=0))
+    fresh = keras.models.clone_model(model)
+    assert_differ(fresh.predict(x, verbose=0), model.predict(x, verbose=0))
+    config = plain.get_config()
+    assert {k: v for k, v in norm.get_config().items() if k in config} == config
+
+
+def test_a_layer_that_is_not_built_and_one_of_another_kind_are_converted_too():
+    assert type(POOLED.convert(PLAIN(momentum=0.3))) is POOLED
+    assert POOLED.convert(PLAIN(momentum=0.3)).momentum == 0.3
+    other = keras.layers.Dense(3, "tanh", name="dense")
+    copy = POOLED.convert(other)
+    assert copy is not other
+    assert copy.get_config() == other.get_config()
+    assert type(POOLED.convert(POOLED(momentum=0.4))) is POOLED
+
+
+def test_a_frozen_layer_stays_frozen_when_converted():
+    layer = PLAIN(name="norm")
+    layer.build((None, 5))
+    layer.trainable = False
+    assert POOLED.convert(layer).trainable is False
+
+
 def trained(make):
     """A model whose statistics and weights are those of some training."""
     x, y = shifted()

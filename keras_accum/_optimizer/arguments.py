@@ -1,5 +1,6 @@
 """What the optimizer accepts: each argument is resolved, or refused with a remedy."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -56,7 +57,9 @@ def resolve_optimizer(
     """
     if isinstance(identifier, keras.optimizers.Optimizer):
         return identifier
-    with keras.saving.custom_object_scope(custom_objects or {}):
+    # An empty scope would hide the classes that the caller's own scope names.
+    scope = keras.saving.custom_object_scope(custom_objects)
+    with scope if custom_objects else contextlib.nullcontext():
         if isinstance(identifier, str):
             found = _by_name(identifier)
         elif isinstance(identifier, dict) and "class_name" in identifier:
