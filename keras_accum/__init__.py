@@ -5,6 +5,7 @@ One update over a window of micro-batches is one step on the large batch.
 
 __version__ = "0.1.0"  # Before the imports, whose errors name it.
 
+from ._backend.private import versions as _versions  # noqa: F401  (refuses first)
 from ._batch_norm import AccumBatchNormalization as AccumBatchNormalization
 from ._batch_norm import replace_batch_normalization as replace_batch_normalization
 from ._callbacks import AccumulationMonitor as AccumulationMonitor

@@ -250,17 +250,30 @@ def test_any_newer_version_is_tried(found, monkeypatch):
     versions.check_versions()
 
 
-def test_another_backend_is_refused_at_import():
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        (
+            "import keras; keras.config.backend = lambda: 'jax'",
+            "keras_accum needs Keras on TensorFlow. Received: Keras on 'jax'. Set the "
+            "environment variable KERAS_BACKEND=tensorflow before Keras is imported.",
+        ),
+        (
+            "import sys; sys.modules['tensorflow'] = None",
+            "keras_accum needs TensorFlow, and there is none. Write `pip install "
+            "tensorflow`, or `pip install tensorflow-cpu`.",
+        ),
+    ],
+    ids=["jax", "none"],
+)
+def test_without_keras_on_tensorflow_the_import_says_so(before, message):
     code = (
-        "import keras; keras.config.backend = lambda: 'jax'\n"
+        f"{before}\n"
         "try:\n    import keras_accum\n"
         "except ImportError as error:\n    print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1:] == [
-        "keras_accum needs Keras on TensorFlow. Received: Keras on 'jax'. Set the "
-        "environment variable KERAS_BACKEND=tensorflow before Keras is imported."
-    ], done.stderr
+    assert done.stdout.splitlines()[-1:] == [message], done.stderr
 
 
 def test_a_part_that_cannot_be_imported_is_named_with_the_versions():

@@ -9,7 +9,15 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import keras
+try:
+    import keras
+except ModuleNotFoundError as error:
+    if str(error.name).partition(".")[0] != "tensorflow":
+        raise
+    raise ImportError(
+        "keras_accum needs TensorFlow, and there is none. Write `pip install tensorflow`, "
+        "or `pip install tensorflow-cpu`."
+    ) from error
 
 OLDEST = {"TensorFlow": "2.18", "Keras": "3.10"}
 NEWEST_TESTED = {"TensorFlow": "2.21", "Keras": "3.15"}
