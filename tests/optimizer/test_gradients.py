@@ -15,6 +15,7 @@ from helpers import (
     data,
     dense_model,
     in_mode,
+    since_keras,
     slots,
     state,
     variable,
@@ -314,6 +315,7 @@ def test_a_flush_leaves_alone_what_the_window_has_not_reached(mode="eager"):
     assert_equal([c], [three_variables()[2]])
 
 
+@since_keras("3.15", "MultiOptimizer")
 @without_xla
 def test_a_multi_optimizer_takes_gradients_that_are_none(mode):
     def make(a):

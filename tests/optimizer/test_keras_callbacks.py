@@ -15,6 +15,7 @@ from helpers import (
     data,
     dense_model,
     fit,
+    since_keras,
     slots,
 )
 
@@ -99,6 +100,7 @@ def multi():
     return keras.optimizers.MultiOptimizer(mapping)
 
 
+@since_keras("3.15", "MultiOptimizer")
 def test_a_learning_rate_scheduler_reaches_the_parts_of_a_multi_optimizer():
     def halving():
         return [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)]
@@ -229,6 +231,7 @@ def test_averages_replace_no_weights_before_the_first_update():
     assert_differ(model.get_weights(), dense_model().get_weights())
 
 
+@since_keras("3.15", "MultiOptimizer")
 def test_swap_ema_weights_sees_a_multi_optimizer_inside():
     def averaged():
         parts = keras.optimizers.OptimizerMap(

@@ -20,6 +20,7 @@ from helpers import (
     data,
     dense_model,
     fit,
+    since_keras,
     slots,
 )
 
@@ -181,7 +182,10 @@ def test_counters_of_skipped_windows_and_micro_batches_are_saved(kind, tmp_path)
     assert_differ(other.get_weights(), model.get_weights())
 
 
-@pytest.mark.parametrize("inner", ["sgd", "multi"])
+MULTI = pytest.param("multi", marks=since_keras("3.15", "MultiOptimizer"))
+
+
+@pytest.mark.parametrize("inner", ["sgd", MULTI])
 def test_an_inner_optimizer_of_any_make_is_restored(inner, tmp_path):
     def fresh():
         if inner == "sgd":
