@@ -4,7 +4,8 @@ Keras adds up four kinds of terms, and keeps no record of which is which:
 
     mean           Σ losses / denominator: samples, tokens that the mask lets through, or
                    the sum of sample weights, as the loss's `reduction` says
-    sum            Σ losses (`reduction="sum"`, and `add_loss` of more than one value)
+    sum            Σ losses (`reduction="sum"`, and `add_loss` of more than one value, or
+                   of one that is a sum over samples: `added_losses` finds out)
     regularizer    of the weights alone; the same for every micro-batch
     unknown        a scalar, reduced by a loss function or layer itself: taken for a mean
                    over the samples
@@ -274,8 +275,8 @@ _SCALAR_REMEDY = (
     "..., two_pass=True)`, which is exact for any loss of the predictions."
 )
 _VECTORS = (
-    "A layer of this model passes more than one value to `add_loss`, and Keras adds them "
-    "up: a sum over samples, which the optimizer takes for a mean. "
+    "A layer of this model passes to `add_loss` what adds up over samples: several values, "
+    "or their sum. The optimizer takes it for a mean. "
 )
 _STEP_REMEDY = "`accumulate(model, ...)` is exact for both."
 _SUM_REMEDY = "Write `AccumOptimizer(..., reduction='sum')`."

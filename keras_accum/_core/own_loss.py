@@ -62,7 +62,7 @@ def understand(
             was computed in eager mode.
     """
     known = _known.setdefault(model, {})
-    key = _kind_of(arguments)
+    key = kind_of(arguments)
     if key not in known:
         known[key] = _understand(model, arguments, traced)
     return known[key]
@@ -73,7 +73,7 @@ _known: "weakref.WeakKeyDictionary[keras.Model, dict[Any, Understanding]]"
 _known = weakref.WeakKeyDictionary()
 
 
-def _kind_of(arguments: Any) -> Any:
+def kind_of(arguments: Any) -> Any:
     leaves = tf.nest.flatten(arguments)
     return tuple(
         None if leaf is None else (tf.as_dtype(leaf.dtype), tuple(leaf.shape[1:]))
@@ -217,7 +217,7 @@ def _holds_on_made_up(compute: Compute, arguments: Any, terms: frozenset[int]) -
             rng = np.random.default_rng(0)
             count = _SAMPLES[1]
             batch = tf.nest.map_structure(
-                lambda spec: _made_up(rng, spec, count), arguments
+                lambda spec: made_up(rng, spec, count), arguments
             )
             whole, weights = _loss_of(compute, batch, terms, None, 1.0)
             total = 0.0
@@ -263,7 +263,7 @@ def _loss_of(
     return np.asarray(keras.ops.convert_to_numpy(loss), "float64"), met
 
 
-def _made_up(rng: np.random.Generator, spec: Any, rows: int) -> Any:
+def made_up(rng: np.random.Generator, spec: Any, rows: int) -> Any:
     if spec is None:
         return None
     shape = [rows, *[3 if size is None else size for size in spec.shape[1:]]]

@@ -16,6 +16,7 @@ from .._backend.private.losses import (
 )
 from .._backend.private.models import build_compiled
 from .._batch_norm import pool_first_or_next
+from .._core.added_losses import learn_kinds
 from .._core.loss import Terms, check_sums, describe, loss_of_none, optimizer_weight
 from .._core.own_loss import Understanding, understand
 from .accumulator import Weight
@@ -61,6 +62,7 @@ def _weighted(
 
     with listen_to_reductions(note):
         loss = compute()
+    learn_kinds(model, arguments[0])
     static, rows = _rows(arguments)
     compiled = tuple(describe(*each, rows=static) for each in reductions)
     added, regular = tuple(call_losses(model)), regularization(model)

@@ -19,6 +19,7 @@ from .._backend.private.losses import (
     listen_to_reductions,
 )
 from .._backend.private.models import compiled_parts, scalar_metrics
+from .._core.added_losses import learn_kinds
 from .._core.loop import rows_of, take
 from .._core.loss import (
     LossTerm,
@@ -140,6 +141,7 @@ def _computed(model: keras.Model, micro_batch: Any, samples: int | None) -> Foun
     with nothing_moves(model) as scope:
         y_pred = call(model, x)
         warn_of_moved(model, scope)
+        learn_kinds(model, x)
         with listen_to_reductions(note):
             total = compute_loss(model, x, y, y_pred, sample_weight)
         added = call_losses(model)

@@ -35,6 +35,7 @@ from .._backend.private.losses import (
 )
 from .._batch_norm import forget_calls, pool_calls
 from .._core.accumulate import BatchGradients, value_and_gradients
+from .._core.added_losses import learn_kinds
 from .._core.gradients import scalar_dtype
 from .._core.loop import Split, for_each_micro_batch, rows_of, take
 from .._core.loss import LossTerm, describe, loss_of_none
@@ -245,6 +246,7 @@ def _describe(
         with keras.StatelessScope(collect_losses=True) as scope:
             forget_call_losses(model)
             y_pred = call(model, x)
+            learn_kinds(model, x)
             found["added"] = call_losses(model)
             found["masks"] = _Masks(y_pred)
             found["all"] = _unpack(y_pred)

@@ -82,6 +82,112 @@ def test_a_sum_a_mean_and_a_regularizer_in_one_loss(split):
     check(lambda: stack(PerSample(), Mean(), regularizer="l2"), SPLITS[split])
 
 
+class OneValue(layers.Layer):
+    """Adds one value, by a function of its inputs, times a weight."""
+
+    def __init__(self, function, scale=0.1):
+        super().__init__()
+        self.function, self.start = function, scale
+
+    def build(self, shape):
+        self.scale = self.add_weight(
+            name="scale", shape=(), initializer=keras.initializers.Constant(self.start)
+        )
+
+    def call(self, inputs):
+        self.add_loss(self.scale * self.function(inputs))
+        return inputs
+
+
+def sum_of_squares(inputs):
+    return keras.ops.sum(inputs**2)
+
+
+def mean_of_squares(inputs):
+    return keras.ops.mean(inputs**2)
+
+
+def of_the_batch(inputs):
+    return keras.ops.sum(keras.ops.mean(inputs, axis=0) ** 2)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("start", [0.1, 0.0])
+def test_one_value_that_is_a_sum_over_samples_adds_up(split, start, eager, recwarn):
+    """Also if it is nothing yet, as of a weight that an annealing raises from 0."""
+
+    def make(*inside):
+        inside = inside or (layers.Dropout(0.0), OneValue(sum_of_squares, start), Mean())
+        return stack(*inside)
+
+    expected = check(make, SPLITS[split], run_eagerly=eager)
+    mean = make(layers.Dropout(0.0), OneValue(mean_of_squares, start), Mean())
+    assert_differ(expected, train(lambda: mean, 13, run_eagerly=eager)[0])
+    assert told(recwarn) == []
+
+
+def test_a_layer_that_is_called_twice_adds_each_value_by_its_kind():
+    class Both(layers.Layer):
+        def call(self, inputs):
+            self.add_loss(0.1 * sum_of_squares(inputs))
+            self.add_loss(mean_of_squares(inputs))
+            self.add_loss(keras.ops.sum(inputs**2, -1))
+            return inputs
+
+    def make():
+        keras.utils.set_random_seed(1)
+        both, x = Both(), keras.Input((5,))
+        y = both(layers.Dense(3)(both(x)))
+        return keras.Model(x, layers.Dense(3)(y))
+
+    for split in SPLITS.values():
+        check(make, split)
+
+
+@pytest.mark.parametrize("route", ["step", "optimizer"])
+def test_what_is_neither_a_mean_nor_a_sum_is_said_once(route):
+    step = route == "step"
+    how = {"split": SPLITS["step"]} if step else {"optimizer": accumulating()}
+    with pytest.warns(UserWarning) as caught:
+        train(lambda: stack(OneValue(of_the_batch)), 4, **how)
+    assert told(caught) == [
+        "The layer 'one_value' passes one value to `add_loss` that is neither a mean nor a "
+        "sum over samples, as far as can be found out. Micro-batches weigh by their "
+        "samples: the mean of their values is taken, not the value of the batch. Pass one "
+        "value per sample, which Keras adds up; or compute the loss from outputs of the "
+        "model, with `accumulate(model, ..., two_pass=True)`."
+    ]
+
+
+def test_the_optimizer_knows_one_value_that_is_a_sum():
+    def make():
+        return stack(OneValue(sum_of_squares))
+
+    expected, _ = train(make, 13, keras.optimizers.SGD(0.01), loss=sums())
+    found, _ = train(make, 4, accumulating("sum"), loss=sums())
+    assert_close(found, expected, 2e-6)
+    with pytest.warns(UserWarning, match="passes to `add_loss` what adds up"):
+        train(make, 4, accumulating())
+
+
+def test_finding_out_what_is_added_moves_nothing():
+    """No weight, no seed, and not what the model has added before."""
+    plain, split = [
+        stack(layers.Dropout(0.5, seed=3), OneValue(sum_of_squares)) for _ in "ab"
+    ]
+    ka.accumulate(split, accum_steps=1)
+    for model in (plain, split):
+        model.compile("sgd", "mse", run_eagerly=True)
+        model.train_on_batch(X, Y)
+    assert_close(split.get_weights(), plain.get_weights())
+    seeds = [
+        [v.numpy() for v in model.non_trainable_variables] for model in (plain, split)
+    ]
+    assert_close(*seeds)
+    assert_close(split.losses, plain.losses)
+
+
 def test_a_model_that_trains_by_what_is_added_alone():
     """As CTC does in a layer of its own."""
 
@@ -157,7 +263,7 @@ def test_a_mean_is_refused_where_gradients_are_added_up():
 @pytest.mark.parametrize(
     ("inside", "reduction", "words"),
     [
-        (PerSample, "mean", "passes more than one value to `add_loss`"),
+        (PerSample, "mean", "passes to `add_loss` what adds up"),
         (Mean, "sum", "which an optimizer with `reduction='sum'` adds up"),
     ],
 )

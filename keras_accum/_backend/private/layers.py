@@ -26,9 +26,9 @@ def flatten_layers(model: keras.Model) -> list[keras.layers.Layer]:
     return list(model._flatten_layers())
 
 
-def call(model: keras.Model, x: Any) -> Any:
+def call(model: keras.Model, x: Any, training: bool = True) -> Any:
     """The predictions of `model` in training, with the argument if `call` takes it."""
-    return model(x, training=True) if model._call_has_training_arg else model(x)
+    return model(x, training=training) if model._call_has_training_arg else model(x)
 
 
 def keras_mask(tensor: Any) -> tf.Tensor | None:

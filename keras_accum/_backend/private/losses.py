@@ -297,10 +297,66 @@ def tracked_apart(model: keras.Model) -> Iterator[Callable[..., None]]:
 
 
 def call_losses(model: keras.Model) -> list[tf.Tensor]:
-    """What the layers passed to `add_loss` in their last call, without regularisers."""
-    layers = [model, *flatten_layers(model)]
-    unique = {id(layer): layer for layer in layers}.values()
-    return [_as_added(loss) for layer in unique for loss in layer._get_own_losses()]
+    """What the layers passed to `add_loss` in their last call, without regularisers.
+
+    What adds up over samples has an axis: of one value it is made a vector.
+    """
+    return [
+        tf.reshape(loss, [1]) if loss.shape.rank == 0 and adds_up else loss
+        for _, loss, adds_up in _added_by_layers(model)
+    ]
+
+
+def losses_of_layers(model: keras.Model) -> list[tuple[keras.layers.Layer, tf.Tensor]]:
+    """The layers that passed one value to `add_loss` in their last call, and the value.
+
+    Without those that are known to add up over samples.
+    """
+    return [
+        (layer, loss)
+        for layer, loss, adds_up in _added_by_layers(model)
+        if not adds_up and loss.shape.rank == 0
+    ]
+
+
+def _added_by_layers(
+    model: keras.Model,
+) -> list[tuple[keras.layers.Layer, tf.Tensor, bool]]:
+    """Each loss that a layer has added, and whether it adds up over samples."""
+    layers = {id(layer): layer for layer in [model, *flatten_layers(model)]}.values()
+    return [
+        (layer, loss, is_sum(loss) or index in _sums.get(layer, ()))
+        for layer in layers
+        for index, loss in enumerate(layer._get_own_losses())
+    ]
+
+
+# By layer, which of the values that it adds in a call are sums over samples.
+_sums: "weakref.WeakKeyDictionary[keras.layers.Layer, set[int]]"
+_sums = weakref.WeakKeyDictionary()
+
+
+def remember_sums(model: keras.Model, sums: Sequence[tf.Tensor]) -> None:
+    """Have `call_losses` give vectors for `sums`, which layers added, from now on."""
+    known = {id(loss) for loss in sums}
+    for layer in {id(x): x for x in [model, *flatten_layers(model)]}.values():
+        for index, loss in enumerate(layer._get_own_losses()):
+            if id(loss) in known:
+                _sums.setdefault(layer, set()).add(index)
+
+
+@contextlib.contextmanager
+def call_losses_kept(model: keras.Model) -> Iterator[None]:
+    """Put back, afterwards, what layers had passed to `add_loss`."""
+    layers = {id(layer): layer for layer in [model, *flatten_layers(model)]}.values()
+    kept = [(x, list(x._losses), set(x._loss_ids)) for x in layers]
+    try:
+        yield
+    finally:
+        for layer, added, ids in kept:
+            layer._losses[:] = added
+            layer._loss_ids.clear()
+            layer._loss_ids.update(ids)
 
 
 @functools.cache
@@ -335,19 +391,16 @@ def is_sum(loss: tf.Tensor) -> bool:
     return loss.shape.rank != 0 or getattr(loss, "_keras_accum_sum", False)
 
 
-def _as_added(loss: tf.Tensor) -> tf.Tensor:
-    return tf.reshape(loss, [1]) if is_sum(loss) and loss.shape.rank == 0 else loss
-
-
 def multiply_vector_losses(model: keras.Model, factor: tf.Tensor) -> None:
-    """Multiply what layers passed to `add_loss` with more than one value in it.
+    """Multiply what layers passed to `add_loss` that adds up over samples.
 
-    Keras adds such values up when it computes the loss; before, they are in lists.
+    Keras adds it up when it computes the loss; before, it is in lists.
     """
     for layer in {id(x): x for x in [model, *flatten_layers(model)]}.values():
+        sums = _sums.get(layer, ())
         layer._losses[:] = [
-            loss * tf.cast(factor, loss.dtype) if is_sum(loss) else loss
-            for loss in layer._losses
+            loss * tf.cast(factor, loss.dtype) if is_sum(loss) or i in sums else loss
+            for i, loss in enumerate(layer._losses)
         ]
 
 
