@@ -342,6 +342,38 @@ def what_a_layer_adds_to_the_loss_counts_once(strategy, mode):
     check(make, data(16), strategy, mode, control=False)
 
 
+class Total(keras.layers.Layer):
+    """Adds a sum over samples to the loss, as one value or one of each sample."""
+
+    def __init__(self, axis):
+        super().__init__()
+        self.axis = axis
+
+    def call(self, inputs):
+        self.add_loss(0.02 * keras.ops.sum(keras.ops.square(inputs), self.axis))
+        return inputs
+
+
+@scenario
+def sums_that_a_layer_adds_are_over_all_samples(strategy, mode):
+    """In the step: an optimizer alone takes them for means, and warns."""
+    for axis in (None, -1):
+
+        def make(axis=axis):
+            keras.utils.set_random_seed(1)
+            inputs = keras.Input((5,))
+            hidden = Total(axis)(keras.layers.Dense(4)(inputs))
+            return keras.Model(inputs, keras.layers.Dense(3)(hidden))
+
+        oracle = train(make, data(16), sgd, mode=mode, loss="mse")
+        for two_pass in (False, True):
+            how = {"split": {"accum_steps": 3}, "two_pass": two_pass}
+            found = train(make, data(16), sgd, strategy, mode, loss="mse", **how)
+            assert_same(found, oracle)
+        naive = train(make, data(16), sgd, strategy, mode, loss="mse")
+        assert_differ(naive[0].get_weights(), oracle[0].get_weights(), what="plain Keras")
+
+
 @scenario
 def class_weights_are_exact(strategy, mode):
     x, y = data(SAMPLES)
