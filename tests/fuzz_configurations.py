@@ -10,6 +10,7 @@ import functools
 import itertools
 import typing
 
+import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 
@@ -225,7 +226,7 @@ OPTIONS = {
     "lengths": ("equal", "masked", "trimmed", "empty", "unmasked"),
     "loss": (*("mse", "scce") * 3, "huber", *FUNCTIONS, "none"),
     "reduction": ("sum_over_batch_size", "sum", "mean", "mean_with_sample_weight"),
-    "compute_loss": ("keras",) * 4 + OVERRIDES,
+    "compute_loss": ("keras", *OVERRIDES),
     "hook": (False, True),
     "added": ("none",) * 4 + ("mean", "total", "per_sample", "activity"),
     "regularizer": (False, False, True),
@@ -397,6 +398,7 @@ _RULES = (
     # Optimizers and policies.
     (lambda c: c.half and c.optimizer == "static_scale", "-"),
     (lambda c: c.policy.startswith("part_") and c.form == "sequential", "-"),
+    (lambda c: c.regularizer and c.policy == "float64", "Keras adds up unlike types"),
     (
         lambda c: c.optimizer == "global_clipnorm" and c.policy == "part_float64",
         "Keras adds up squares of unlike types",
@@ -454,6 +456,41 @@ def configurations(draw, replicas=1, recompute=False):
     return c
 
 
+def stream(seed, **drawn):
+    """Endless configurations, all different, as hypothesis draws them.
+
+    Args:
+        seed: the same one gives the same configurations.
+        drawn: the arguments of `configurations`.
+    """
+    seen = set()
+    for part in itertools.count():
+        for c in _some(f"{seed} {part}", **drawn):
+            if c not in seen:
+                seen.add(c)
+                yield c
+
+
+def _some(seed, **drawn):
+    found = []
+
+    # Of ten and more examples, hypothesis makes some as simple as they can be.
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=9,
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(configurations(**drawn))
+    def draw(c):
+        found.append(c)
+
+    draw()
+    return found
+
+
 def _fits(c, name, value):
     if name in ("sizes", "accum_steps"):  # No rule is about them before the later fields.
         return True
@@ -462,19 +499,24 @@ def _fits(c, name, value):
 
 def _numbers(c, name):
     if name == "sizes":
-        return _tuples(4, 4) if c.accumulating else _tuples(8, 2)
-    return _tuples(4, 2) if c.accumulating else [(1,)]
+        return _sizes(4, (1, 2, 3, 3)) if c.accumulating else _sizes(8, (1, 2))
+    if not c.accumulating:
+        return [(1,)]
+    return [(2,), (2,), (2,), (3,), (3,), (4,), (1,), (1, 2), (2, 1), (3, 2)]
 
 
 @functools.cache
-def _tuples(largest, most):
-    """Tuples of up to `most` sizes: of each length as many, half of them equal sizes."""
+def _sizes(largest, shares):
+    """Tuples of sizes, so many of each length, half of them of equal sizes."""
     sizes, found = range(1, largest + 1), []
-    for length in range(1, most + 1):
+    for length, share in enumerate(shares, 1):
         mixed = list(itertools.product(sizes, repeat=length))
         equal = [(size,) * length for size in sizes]
-        found += mixed * largest ** (most - length) + equal * largest ** (most - 1)
-    return found
+        times = largest ** (len(shares) - length)
+        found += (mixed * times + equal * (len(mixed) * times // largest)) * share
+    # Hypothesis prefers what is at the ends of a list.
+    middle = len(found) // 3
+    return found[middle:] + found[:middle]
 
 
 def parse(line):
@@ -504,11 +546,13 @@ def simplest(c, fails):
         c: the one that fails.
         fails: tells of another one whether it fails likewise.
     """
-    changed = True
+    tried, changed = {c}, True
     while changed:
         changed = False
         for simpler in _simpler(c):
-            if problem(simpler) is None and fails(simpler):
+            new = simpler not in tried and problem(simpler) is None
+            tried.add(simpler)
+            if new and fails(simpler):
                 c, changed = simpler, True
                 break
     return c
@@ -516,7 +560,8 @@ def simplest(c, fails):
 
 def _simpler(c):
     for field in reversed(dataclasses.fields(c)[2:]):
-        if getattr(c, field.name) != field.default:
+        short = field.name == "sizes" and len(c.sizes) == 1
+        if getattr(c, field.name) != field.default and not short:
             yield dataclasses.replace(c, **{field.name: field.default})
     if c.recompute != "none":
         yield dataclasses.replace(c, recompute="none", random="none")

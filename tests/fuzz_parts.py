@@ -419,11 +419,7 @@ def batches_of(c):
     ends = np.cumsum(c.sizes)
     rows = [slice(end - size, end) for end, size in zip(ends, c.sizes)]
     x, y, weights = _arrays(c, int(ends[-1]), c.sizes[0])
-
-    def take(tree, rows):
-        return tf.nest.map_structure(lambda a: None if a is None else a[rows], tree)
-
-    found = [(take(x, s), take(y, s), take(weights, s)) for s in rows]
+    found = [(_take(x, s), _take(y, s), _take(weights, s)) for s in rows]
     if c.lengths not in ("trimmed", "unmasked"):
         return found
     held = [max(1, int((batch[0] != 0).sum(-1).max())) for batch in found]
@@ -490,6 +486,10 @@ def _shorten(c, x, rng, first):
         held[:first] = 0
     for row, length in enumerate(held):
         x[row, length:] = 0
+
+
+def _take(tree, rows):
+    return tf.nest.map_structure(lambda a: None if a is None else a[rows], tree)
 
 
 def _cut(c, batch, length):
