@@ -5,10 +5,155 @@ the window's stand beside them, by name. A checkpoint without a window is one of
 optimizer, or of a `LossScaleOptimizer` around it.
 """
 
+import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import keras
+
+from .._backend.private.optimizers import children_of
+from .._backend.warn import warn
+from .arguments import resolve_optimizer
+from .inner import ReachesInner
+
+
+class SavesWindow(ReachesInner):
+    """An optimizer that is saved with its open window, laid out as the inner one is."""
+
+    def save_own_variables(self, store: Any) -> None:
+        """Save the inner optimizer's variables as it would itself, and then the window's.
+
+        With its layout kept, a checkpoint of the inner optimizer and one of the wrapper
+        differ in the window's entries alone.
+        """
+        self.inner_optimizer.save_own_variables(store)
+        for name, variable in self._window_state().items():
+            store[name] = variable.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load what `save_own_variables` saved, or a checkpoint without a window.
+
+        The latter comes from the inner optimizer on its own, or from a
+        `LossScaleOptimizer` around it. The window is then empty.
+
+        Raises:
+            ValueError: if what was saved belongs to other variables. Nothing has changed
+                then.
+        """
+        saved = {key: store[key] for key in list(store.keys())}
+        state = self._window_state()
+        inner, window, open_window = split_window(saved, state, self._counters())
+        if not window:
+            inner, window = split_scaler(inner, self.inner_optimizer.variables)
+        if self.built:
+            # All of it before any of it: a file that does not fit changes nothing.
+            check_saved(inner, window, self.inner_optimizer.variables, state, open_window)
+        elif open_window:
+            warn(
+                f"Skipping variable loading for optimizer '{self.name}': the saved one "
+                "has a window, and this one is not built. Build it before, "
+                "`optimizer.build(model.trainable_variables)`, to go on in that window."
+            )
+        self.inner_optimizer.load_own_variables(inner)
+        self.reset()
+        for name, value in window.items():
+            state[name].assign(value)
+
+    def _window_state(self) -> dict[str, keras.Variable]:
+        """The variables that make an interrupted window go on, by name."""
+        accumulator = self._accumulator.variables if self.built else []
+        return self._counters() | {v.name: v for v in accumulator}
+
+    def _counters(self) -> dict[str, keras.Variable]:
+        counters = [
+            self.step_counter,
+            self.dynamic_scale,
+            self._scaled,
+            self._skipped_windows,
+            self._skipped_micro_batches,
+            self._last_gradient_norm,
+        ]
+        return {variable.name: variable for variable in counters}
+
+    def __dir__(self) -> list[str]:
+        """All attributes, but for the inner optimizer.
+
+        Keras's saving walks through `dir()`, and would save it a second time.
+        """
+        return [name for name in super().__dir__() if name != "inner_optimizer"]
+
+    def _trackable_children(
+        self, save_type: str = "checkpoint", **kwargs: Any
+    ) -> dict[str, Any]:
+        """What `tf.train.Checkpoint` saves: the inner's state, and then the window's.
+
+        As in `save_own_variables`, so that a checkpoint of the inner optimizer loads.
+        """
+        if save_type != "checkpoint":
+            return super()._trackable_children(save_type, **kwargs)
+        children = children_of(self.inner_optimizer, save_type, **kwargs)
+        return {**children, **self._window_state()}
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        """Refuse the `tf.train.Checkpoint` of a `LossScaleOptimizer`.
+
+        It holds an iteration and a learning rate of its own under the names of the inner
+        optimizer's.
+        """
+        if name == "inner_optimizer" and cached_dependencies is not None:
+            raise ValueError(
+                "Received a tf.train.Checkpoint of a LossScaleOptimizer. Restore it with "
+                "`tf.train.Checkpoint(optimizer=...)` of a LossScaleOptimizer, and pass "
+                "that to AccumOptimizer; or save the model with `save_weights`."
+            )
+        return super()._lookup_dependency(name, cached_dependencies)
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments of the constructor, serialised."""
+        steps = self._accum_steps
+        return {
+            "name": self.name,
+            "inner_optimizer": self._inner_config(),
+            "accum_steps": (
+                keras.saving.serialize_keras_object(steps) if callable(steps) else steps
+            ),
+            "reduction": self.reduction,
+            "accumulator_dtype": self.accumulator_dtype,
+            "adaptive_clip_factor": self.adaptive_clip_factor,
+            "on_nonfinite": self.on_nonfinite,
+        }
+
+    def _inner_config(self) -> dict[str, Any]:
+        config = keras.saving.serialize_keras_object(self.inner_optimizer)
+        if self._static_scale is not None:
+            config["config"]["loss_scale_factor"] = self._static_scale
+        if not self._scaler_inside:
+            return config
+        return {
+            "module": "keras.optimizers",
+            "class_name": "LossScaleOptimizer",
+            "config": {
+                "name": "loss_scale_optimizer",
+                "inner_optimizer": config,
+                "initial_scale": self.initial_scale,
+                "dynamic_growth_steps": self.dynamic_growth_steps,
+            },
+            "registered_name": None,
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> Self:
+        """An optimizer with the arguments in `config`, and no state."""
+        config = copy.deepcopy(config)  # Keras takes a nested config apart
+        inner = config["inner_optimizer"]
+        config["inner_optimizer"] = resolve_optimizer(inner, custom_objects)
+        if isinstance(config["accum_steps"], dict):
+            config["accum_steps"] = keras.saving.deserialize_keras_object(
+                config["accum_steps"], custom_objects=custom_objects
+            )
+        return cls(**config)
 
 
 def split_scaler(

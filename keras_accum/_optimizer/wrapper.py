@@ -1,10 +1,11 @@
 """`AccumOptimizer`: one update of an inner optimizer per window.
 
-What the class is. The end of a window is in `update.py`, in the order of the contract;
-what is saved in `saving.py`; what a loss announces to it in `announced.py`.
+What the class is, from its arguments to a micro-step. It rests on three that say what it
+leaves to the inner optimizer (`inner.py`), what is saved (`saving.py`), and how the loss
+is scaled (`loss_scale.py`). The end of a window is in `update.py`, in the order of the
+contract; what a loss announces is in `announced.py`.
 """
 
-import copy
 import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -19,14 +20,12 @@ from .._backend.control import run_if
 from .._backend.private import canaries
 from .._backend.private.compiled import compiled_by_xla
 from .._backend.private.fits import hear_fits, observe_fits
-from .._backend.private.layers import flatten_layers
 from .._backend.private.losses import (
     hear_losses,
     observe_training_losses,
     tell_activity_losses,
 )
 from .._backend.private.optimizers import (
-    children_of,
     compiling,
     index_of,
     restore_deferred,
@@ -50,32 +49,21 @@ from .arguments import (
     resolve_optimizer,
     scaler_settings,
 )
+from .loss_scale import ScalesLoss
 from .no_update import Training, begin_fit, end_training, note_dropped
 from .pending import PendingWeight
-from .saving import check_saved, split_scaler, split_window
 from .update import EndOfWindow
 from .window import AccumSteps, check_accum_steps, checked_steps, trace_schedule
 
 REDUCTIONS = ("mean", "sum")
 ON_NONFINITE = ("propagate", "skip_micro_batch", "skip_window", "raise")
 
-# Settings of an optimizer that mean the inner one's.
-INNER_SETTINGS = (
-    "clipnorm",
-    "clipvalue",
-    "ema_momentum",
-    "ema_overwrite_frequency",
-    "global_clipnorm",
-    "use_ema",
-    "weight_decay",
-)
-
 # Those that hear of losses; Keras has its own functions again when they are gone.
 _listening: "weakref.WeakSet[AccumOptimizer]" = weakref.WeakSet()
 
 
 @keras.saving.register_keras_serializable(package="keras_accum")
-class AccumOptimizer(LossScaleOptimizer):
+class AccumOptimizer(ScalesLoss):
     """Accumulates the gradients of a window of micro-batches into one update.
 
     `GradientAccumulationOptimizer` is the same class. The data yield micro-batches; every
@@ -363,98 +351,6 @@ class AccumOptimizer(LossScaleOptimizer):
         sums = [] if not self.built else self._accumulator.sums
         return sum(v.value.dtype.size * int(np.prod(v.shape)) for v in sums)
 
-    @property
-    def optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """The parts of an inner MultiOptimizer; missing for any other, as in Keras."""
-        return self.inner_optimizer.optimizers
-
-    @property
-    def loss_scale_factor(self) -> float:
-        """The constant loss scale that was set on the inner optimizer, or 1."""
-        return self.__dict__.get("_static_scale") or 1.0
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, value: float | None) -> None:
-        # Keras's base class sets it while constructing; after that, only a wrapper does.
-        if self.__dict__.get("_sealed"):
-            raise ValueError(
-                "Another optimizer was put around AccumOptimizer. A "
-                "LossScaleOptimizer there would drop single micro-batches from a window, "
-                "and count its growth in micro-steps. Write "
-                "`AccumOptimizer(LossScaleOptimizer(inner), accum_steps=...)`, or leave "
-                "it out: under mixed_float16 AccumOptimizer scales the loss by itself."
-            )
-
-    # ----------------------------------------------------------------- loss scale
-
-    @tf.autograph.experimental.do_not_convert
-    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-        """Multiply a loss by the loss scale, if there is one, and by its share then.
-
-        The scale is dynamic if a `LossScaleOptimizer` was passed in; if the global dtype
-        policy is `mixed_float16`; or, in `fit`, that of the model or of a layer with
-        trained weights. A loop of your own, for a model with a policy of its own, passes a
-        `LossScaleOptimizer` in.
-
-        Args:
-            loss: scalar float tensor.
-
-        Returns:
-            The scaled loss, whose gradients `apply` expects.
-
-        Raises:
-            ValueError: if `loss` comes from this function already.
-        """
-        if getattr(loss, "_keras_accum_scaled", False):
-            raise ValueError(
-                "Received a loss that `scale_loss` has scaled already. Scale it once: "
-                "`model.fit` calls `scale_loss` itself."
-            )
-        if keras.config.dtype_policy().compute_dtype == "float16":
-            self._scale_dynamically()
-        if (model := self._model()) is not None:
-            self.enable_scaling_if_float16(model)
-        if (scale := self._scale()) is None:
-            return loss
-        loss = tf.convert_to_tensor(loss)
-        factor = tf.cast(scale, "float32")
-        if self.scales_dynamically and self.reduction == "mean":
-            # The window's mean has a share of this loss: in float16, its gradients are
-            # to have the size of the large batch's.
-            share = 1.0 / tf.cast(self._current_length(), "float32")
-            factor *= share
-            with tf.control_dependencies([] if tf.executing_eagerly() else [loss]):
-                self._pending_weight.set_share(share)
-        scaled = tf.multiply(loss, tf.cast(factor, loss.dtype))
-        scaled._keras_accum_scaled = True
-        return scaled
-
-    @property
-    def scales_dynamically(self) -> bool:
-        """Whether the loss is scaled by `dynamic_scale`: once it is, it stays so."""
-        with tf.init_scope():  # Known while tracing; a variable, to be saved and loaded.
-            return bool(keras.ops.convert_to_numpy(self._scaled))
-
-    def enable_scaling_if_float16(self, model: keras.Model) -> None:
-        """Scale the loss from now on if the policy of `model` says float16.
-
-        Its own policy, or that of a layer with trained weights. Float16 elsewhere, as in
-        the data, has no gradient that could vanish.
-        """
-        trained = [layer for layer in flatten_layers(model) if layer.trainable_variables]
-        if any(x.dtype_policy.compute_dtype == "float16" for x in [model, *trained]):
-            self._scale_dynamically()
-
-    def _scale_dynamically(self) -> None:
-        if not self._scales_by_itself or self.scales_dynamically:
-            return
-        check_nonfinite(self.on_nonfinite, scaled=True)
-        with tf.init_scope():
-            self._scaled.assign(True)
-
-    def _scale(self) -> keras.Variable | float | None:
-        return self.dynamic_scale if self.scales_dynamically else self._static_scale
-
     # --------------------------------------------------------------------- a step
 
     @tf.autograph.experimental.do_not_convert
@@ -694,201 +590,6 @@ class AccumOptimizer(LossScaleOptimizer):
     def _drop(self) -> None:
         self._accumulator.clear()
         replica.in_cross_replica(self._accumulator.restart)
-
-    # ------------------------------------------------- what the inner optimizer is told
-
-    def exclude_from_weight_decay(
-        self,
-        var_list: Sequence[keras.Variable] | None = None,
-        var_names: Sequence[str] | None = None,
-    ) -> None:
-        """Exclude variables from the inner optimizer's weight decay, before it is built.
-
-        Args:
-            var_list: variables.
-            var_names: strings; variables with one of them in their path.
-        """
-        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
-
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        """Set the variables of the inner optimizer, or all, in the order of `variables`.
-
-        Args:
-            weights: arrays.
-
-        Raises:
-            ValueError: if they fit neither.
-        """
-        inner = self.inner_optimizer.variables
-        if len(weights) == len(inner):
-            self.inner_optimizer.set_weights(weights)
-            return
-        if len(weights) != len(self.variables):
-            raise ValueError(
-                f"Received {len(weights)} arrays. The inner optimizer has {len(inner)} "
-                f"variables, and {len(self.variables)} with the window's. Build the "
-                "optimizer before, `optimizer.build(model.trainable_variables)`."
-            )
-        super().set_weights(weights)
-
-    def __getattr__(self, name: str) -> Any:
-        """What only the inner optimizer has, such as its `momentum` or `beta_1`."""
-        inner = self.__dict__.get("inner_optimizer")
-        if inner is None or name.startswith("_") or name == "optimizers":
-            raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
-        return getattr(inner, name)
-
-    def __getattribute__(self, name: str) -> Any:
-        """A setting that means the inner optimizer's, or the attribute itself."""
-        if name in INNER_SETTINGS and "_sealed" in object.__getattribute__(
-            self, "__dict__"
-        ):
-            return getattr(object.__getattribute__(self, "inner_optimizer"), name)
-        return super().__getattribute__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, or the inner optimizer's setting of that name."""
-        if name in INNER_SETTINGS and self.__dict__.get("_sealed"):
-            setattr(self.inner_optimizer, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    # ---------------------------------------------------------------------- state
-
-    def save_own_variables(self, store: Any) -> None:
-        """Save the inner optimizer's variables as it would itself, and then the window's.
-
-        With its layout kept, a checkpoint of the inner optimizer and one of the wrapper
-        differ in the window's entries alone.
-        """
-        self.inner_optimizer.save_own_variables(store)
-        for name, variable in self._window_state().items():
-            store[name] = variable.numpy()
-
-    def load_own_variables(self, store: Any) -> None:
-        """Load what `save_own_variables` saved, or a checkpoint without a window.
-
-        The latter comes from the inner optimizer on its own, or from a
-        `LossScaleOptimizer` around it. The window is then empty.
-
-        Raises:
-            ValueError: if what was saved belongs to other variables. Nothing has changed
-                then.
-        """
-        saved = {key: store[key] for key in list(store.keys())}
-        state = self._window_state()
-        inner, window, open_window = split_window(saved, state, self._counters())
-        if not window:
-            inner, window = split_scaler(inner, self.inner_optimizer.variables)
-        if self.built:
-            # All of it before any of it: a file that does not fit changes nothing.
-            check_saved(inner, window, self.inner_optimizer.variables, state, open_window)
-        elif open_window:
-            warn(
-                f"Skipping variable loading for optimizer '{self.name}': the saved one "
-                "has a window, and this one is not built. Build it before, "
-                "`optimizer.build(model.trainable_variables)`, to go on in that window."
-            )
-        self.inner_optimizer.load_own_variables(inner)
-        self.reset()
-        for name, value in window.items():
-            state[name].assign(value)
-
-    def _window_state(self) -> dict[str, keras.Variable]:
-        """The variables that make an interrupted window go on, by name."""
-        accumulator = self._accumulator.variables if self.built else []
-        return self._counters() | {v.name: v for v in accumulator}
-
-    def _counters(self) -> dict[str, keras.Variable]:
-        counters = [
-            self.step_counter,
-            self.dynamic_scale,
-            self._scaled,
-            self._skipped_windows,
-            self._skipped_micro_batches,
-            self._last_gradient_norm,
-        ]
-        return {variable.name: variable for variable in counters}
-
-    def __dir__(self) -> list[str]:
-        """All attributes, but for the inner optimizer.
-
-        Keras's saving walks through `dir()`, and would save it a second time.
-        """
-        return [name for name in super().__dir__() if name != "inner_optimizer"]
-
-    def _trackable_children(
-        self, save_type: str = "checkpoint", **kwargs: Any
-    ) -> dict[str, Any]:
-        """What `tf.train.Checkpoint` saves: the inner's state, and then the window's.
-
-        As in `save_own_variables`, so that a checkpoint of the inner optimizer loads.
-        """
-        if save_type != "checkpoint":
-            return super()._trackable_children(save_type, **kwargs)
-        children = children_of(self.inner_optimizer, save_type, **kwargs)
-        return {**children, **self._window_state()}
-
-    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
-        """Refuse the `tf.train.Checkpoint` of a `LossScaleOptimizer`.
-
-        It holds an iteration and a learning rate of its own under the names of the inner
-        optimizer's.
-        """
-        if name == "inner_optimizer" and cached_dependencies is not None:
-            raise ValueError(
-                "Received a tf.train.Checkpoint of a LossScaleOptimizer. Restore it with "
-                "`tf.train.Checkpoint(optimizer=...)` of a LossScaleOptimizer, and pass "
-                "that to AccumOptimizer; or save the model with `save_weights`."
-            )
-        return super()._lookup_dependency(name, cached_dependencies)
-
-    def get_config(self) -> dict[str, Any]:
-        """The arguments of the constructor, serialised."""
-        steps = self._accum_steps
-        return {
-            "name": self.name,
-            "inner_optimizer": self._inner_config(),
-            "accum_steps": (
-                keras.saving.serialize_keras_object(steps) if callable(steps) else steps
-            ),
-            "reduction": self.reduction,
-            "accumulator_dtype": self.accumulator_dtype,
-            "adaptive_clip_factor": self.adaptive_clip_factor,
-            "on_nonfinite": self.on_nonfinite,
-        }
-
-    def _inner_config(self) -> dict[str, Any]:
-        config = keras.saving.serialize_keras_object(self.inner_optimizer)
-        if self._static_scale is not None:
-            config["config"]["loss_scale_factor"] = self._static_scale
-        if not self._scaler_inside:
-            return config
-        return {
-            "module": "keras.optimizers",
-            "class_name": "LossScaleOptimizer",
-            "config": {
-                "name": "loss_scale_optimizer",
-                "inner_optimizer": config,
-                "initial_scale": self.initial_scale,
-                "dynamic_growth_steps": self.dynamic_growth_steps,
-            },
-            "registered_name": None,
-        }
-
-    @classmethod
-    def from_config(
-        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-    ) -> "AccumOptimizer":
-        """An optimizer with the arguments in `config`, and no state."""
-        config = copy.deepcopy(config)  # Keras takes a nested config apart
-        inner = config["inner_optimizer"]
-        config["inner_optimizer"] = resolve_optimizer(inner, custom_objects)
-        if isinstance(config["accum_steps"], dict):
-            config["accum_steps"] = keras.saving.deserialize_keras_object(
-                config["accum_steps"], custom_objects=custom_objects
-            )
-        return cls(**config)
 
     def __repr__(self) -> str:
         inner = describe_optimizer(self.inner_optimizer)
