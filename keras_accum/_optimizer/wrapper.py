@@ -275,7 +275,10 @@ class AccumOptimizer(ScalesLoss):
             accumulator = Accumulator(
                 var_list, self.accumulator_dtype, weighted=self.reduction == "mean"
             )
+        # `use_ema` is the inner optimizer's: sealed, this one would make averages too.
+        del self.__dict__["_sealed"]
         keras.optimizers.Optimizer.build(self, list(var_list))
+        self._sealed = True
         for variable in accumulator.variables:
             track_variable(self, variable)
         self._accumulator = accumulator

@@ -45,6 +45,20 @@ def test_moving_averages_follow_updates():
     check(lambda **k: SGD(0.3, use_ema=True, ema_momentum=0.9, **k))
 
 
+def test_moving_averages_are_kept_once():
+    def of_the_weights(optimizer):
+        optimizer.build(dense_model().trainable_variables)
+        return sum(v.path.endswith("average") for v in optimizer.variables)
+
+    def averaging():
+        return SGD(0.3, use_ema=True)
+
+    assert of_the_weights(ka.AccumOptimizer(averaging(), 2)) == 4
+    assert of_the_weights(averaging()) == 4
+    # Keras's own wrapper does not take the setting over.
+    assert of_the_weights(keras.optimizers.LossScaleOptimizer(averaging())) == 4
+
+
 def test_overwriting_by_the_moving_average_counts_updates():
     check(
         lambda **k: SGD(
