@@ -337,13 +337,18 @@ class Stripped(keras.losses.Loss):
         return self.inside.call(y_true[kept], y_pred[kept])
 
 
+def called_loss(c, oracle=False):
+    """What a step of the user's calls."""
+    return (
+        Stripped(loss_object(c)) if oracle and c.lengths == "unmasked" else loss_object(c)
+    )
+
+
 def loss_of(c, oracle=False):
     """What `compile` gets as `loss`."""
     if c.loss == "none":
         return None
-    made = FUNCTIONS[c.loss] if c.loss in FUNCTIONS else loss_object(c)
-    if oracle and c.lengths == "unmasked":
-        made = Stripped(made)
+    made = FUNCTIONS[c.loss] if c.loss in FUNCTIONS else called_loss(c, oracle)
     if c.outputs > 1:
         made = {"a": made, "b": loss_object(c)}
     elif c.unused:
@@ -352,6 +357,7 @@ def loss_of(c, oracle=False):
 
 
 def root(y, y_pred):
+    y = keras.ops.cast(y, y_pred.dtype)
     return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y - y_pred)))
 
 
