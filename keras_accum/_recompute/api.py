@@ -1,7 +1,7 @@
-"""`recompute` and `Recompute`: activation checkpointing of layers, switched on and off.
+"""`recompute` and `Recompute`: switch activation checkpointing of layers on and off.
 
-A layer keeps its class, name, weights and config: only its `call` is shadowed, by what
-runs it twice (`_recompute_core`). Or a graph of layers is run in segments (`_segments`).
+A layer keeps its class, name, weights and config. Only its `call` is shadowed, by one that
+runs it twice (`block.py`). A graph of layers can also run in segments (`segments.py`).
 """
 
 import contextlib
@@ -28,14 +28,16 @@ from .select import Layer, Select, layers_inside, select_layers
 
 
 class Recomputation:
-    """What `recompute` switched on.
+    """A handle of what `recompute` switched on.
 
-    Also a context manager: `with recompute(model, "block_*"): ...` ends with `undo`.
+    It is a context manager: `with recompute(model, "block_*"): ...` undoes it at the end.
 
     Attributes:
-        layers: names of the layers that are recomputed, in the order of the model; of
-            segments, the names of their first and last layer, as `"first..last"`.
-        kept: names of the layers inside of them whose outputs are kept.
+        layers: tuple of str, the names of the layers that are recomputed, in the order of
+            the model. The name of a segment is `"first..last"`, after its first and last
+            layer.
+        kept: tuple of str, the names of the layers inside of these whose outputs are
+            kept.
     """
 
     def __init__(
@@ -51,11 +53,11 @@ class Recomputation:
 
     @property
     def active(self) -> bool:
-        """Whether it is switched on still."""
+        """bool, whether it is still switched on."""
         return bool(self._shadows)
 
     def undo(self) -> None:
-        """Have the model train as it did before; nothing happens the second time."""
+        """Let the model train as before. A second call does nothing."""
         while self._shadows:
             self._shadows.pop().undo()
         _trace_anew(self._model)
@@ -79,76 +81,74 @@ def recompute(
     keep: str | Sequence[str] = (),
     verify: bool = False,
 ) -> Recomputation:
-    """Have parts of `model` computed again in the backward pass, instead of kept.
+    """Compute parts of `model` again in the backward pass, instead of keeping them.
 
     ```python
     recompute(model, "block_*")         # each layer of such a name
     recompute(model, segments="sqrt")   # or a chain, in about √N segments
     ```
 
-    Of a part that is recomputed only arguments and results stay in memory between the
-    two passes, and of each dropout its mask, a bit for each element. Loss, gradients and
-    state are those of the plain model: the masks are the same, moving statistics move
-    once, `add_loss` keeps its gradient.
+    Between the two passes only the arguments and results of such a part stay in memory,
+    and the mask of each dropout, one bit for each element. Loss, gradients and state are
+    those of the plain model: masks are the same, moving statistics move once, and
+    `add_loss` has its gradient.
 
-    Works in place: weights, names, config and what is saved are the model's own; a model
-    loaded from it, or a clone, trains as usual until it is passed here too. `predict` and
-    `evaluate` are left alone. A training step that was traced before (in a `tf.function`
-    of your own, or by the `fit` of a model around this one) goes on as it was: switch
-    first, or compile anew.
+    The model is changed in place. Its weights, names, config and files stay its own. A
+    model that is loaded from a file, or cloned, trains as usual until it is passed to
+    `recompute` too. `predict` and `evaluate` do not change. A training step that is
+    already traced (in your own `tf.function`, or by `fit` of a model around this one)
+    does not change either: call `recompute` before `compile`.
 
-    Select what holds several layers, such as a transformer's block: a single layer that
-    has little inside keeps its argument instead of its result, which saves nothing. Of
-    layers inside each other that match, the outermost is recomputed.
+    Select layers that hold several others, such as the blocks of a transformer. A single
+    layer with little inside keeps its argument instead of its result, which saves
+    nothing. If a layer matches and so does one inside of it, the outer one is recomputed.
 
     Args:
         model: any Keras model, or a layer that has layers inside; compiled or not.
-        select: which layers inside of it, at any depth. A pattern of their names with
-            `*` and `?` (of their paths, if it has a `/`), a class or a tuple of classes,
-            a function from a layer to bool, a layer, or a list of layers.
-        segments: instead of `select`, for a built functional or `Sequential` model:
-            into how many segments to cut it, an int of at least 2, or `"sqrt"` for the
-            root of the number of its layers. Cuts are placed where they and the largest
-            segment take least, skip connections included. All but the last segment,
-            which is differentiated first, are recomputed.
-        keep: patterns of names of layers inside of what is recomputed whose outputs are
-            kept: `keep="*dense*"` recomputes attention and normalisation, not the
-            products of matrices (Korthikanti et al., 2022, "Reducing Activation
-            Recomputation in Large Transformer Models"). Saves time for layers without an
-            activation function, in graphs and under XLA.
-        verify: bool. In the first training step, call each part twice and compare: with
-            its arguments in eager mode, with made-up ones of the same shape in a graph.
+        select: which layers of it to recompute, at any depth. A pattern of names with `*`
+            and `?` (of paths, if it has a `/`), a class or a tuple of classes, a function
+            from a layer to bool, a layer, or a list of layers.
+        segments: instead of `select`, for a built functional or `Sequential` model: into
+            how many segments to cut it. An int of at least 2, or `"sqrt"` for the root of
+            the number of its layers. Cuts are placed where the tensors that cross them
+            and the largest segment take the least memory, skip connections included. All
+            segments but the last are recomputed; the last one is differentiated first.
+        keep: str or list of str, patterns of names of layers inside of recomputed ones.
+            Their outputs are kept. `keep="*dense*"` recomputes attention and
+            normalisation, but not the matrix products (Korthikanti et al., 2022,
+            "Reducing Activation Recomputation in Large Transformer Models"). This saves
+            time for layers without an activation function, in graphs and under XLA.
+        verify: bool. In the first training step, call each part twice and compare the
+            outputs: with its arguments in eager mode, with made-up ones of the same
+            shapes in a graph.
 
     Returns:
-        A handle: `.layers` are the names of what is recomputed, `.undo()` switches it
-        off. It is a context manager, too.
+        A handle. `.layers` are the names of what is recomputed, `.undo()` switches it
+        off. It is also a context manager.
 
     Raises:
-        ValueError: if nothing matches, the model is itself selected, a match is
-            recomputed already or was made in a `keras.RematScope`, or `model` has no
-            graph to cut. Later, in a training step: if a part cannot be computed twice,
-            because it draws from TensorFlow's own random state, uses a tensor that it
-            was not given and that needs a gradient, assigns to what is trained, or to a
-            state inside of a loop of TensorFlow's, keeps a tensor on a layer, or, with
-            `verify`, gives something else the second time.
-        TypeError: for a `select` of no such kind.
+        ValueError: if nothing matches, the model itself is selected, a match is already
+            recomputed or was created in a `keras.RematScope`, or `model` has no graph to
+            cut. Later, in a training step, if a part cannot be computed twice: it draws
+            from TensorFlow's own random state, uses a tensor that needs a gradient and is
+            not an argument, assigns to trainable weights or inside of a TensorFlow loop,
+            keeps a tensor in an attribute, or, with `verify`, returns something else the
+            second time.
+        TypeError: if `select` or `segments` has another type.
 
-    A part with several results, of which the loss uses some, gives zeros instead of None
-    for weights that only the others depend on. Differentiation in forward mode does not
-    see what is recomputed, and TensorFlow does not differentiate a loop around it.
+    If a part has several results and the loss uses only some of them, weights that only
+    the others depend on get zeros as gradients instead of None. Forward-mode
+    differentiation does not see recomputed parts, and TensorFlow does not differentiate a
+    loop around them.
 
     References:
         Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
     """
-    if not isinstance(model, keras.layers.Layer):
-        raise TypeError(
-            "`model` must be a `keras.Model`, or a layer. Received: "
-            f"{model!r}{legacy_hint(model)}"
-        )
     if (select is None) == (segments is None):
         raise ValueError(
-            "Give one of `select`, the layers to recompute, and `segments`, how to cut a "
-            f"chain of layers. Received: select={select!r}, segments={segments!r}"
+            "Pass exactly one of `select` (which layers to recompute) and `segments` "
+            "(into how many segments to cut the model). Received: "
+            f"select={select!r}, segments={segments!r}"
         )
     canaries.check()
     if segments is not None:
@@ -216,8 +216,8 @@ def _check_free(layer: Layer) -> None:
         raise ValueError(_TWICE.format(name=layer.name))
     if is_in_remat_scope(layer):
         raise ValueError(
-            f"'{layer.name}' was made in a `keras.RematScope`, which recomputes it in a "
-            "way of its own. Make it outside of one."
+            f"'{layer.name}' was created in a `keras.RematScope`, so Keras already "
+            "recomputes it. Create it outside of the scope."
         )
 
 
@@ -227,14 +227,14 @@ def _check_cell(model: Layer, layer: Layer) -> None:
         if inside and loop is not layer:
             raise ValueError(
                 f"'{layer.name}' is called in the loop of '{loop.name}', which draws the "
-                "dropout masks of its cells before, and drops them after. Recompute "
-                f"'{loop.name}', or a layer around it."
+                "dropout masks of its cells outside of the loop. Recompute "
+                f"'{loop.name}' instead, or a layer around it."
             )
 
 
 _TWICE = (
-    "'{name}' is recomputed or kept already. Call `undo()` of the handle that "
-    "`recompute` gave before, or leave it out."
+    "'{name}' is already recomputed, or its outputs are already kept. Call `undo()` on "
+    "the handle of that `recompute`, or do not select it again."
 )
 
 
@@ -250,27 +250,27 @@ def _trace_anew(model: Layer) -> None:
 
 @keras.saving.register_keras_serializable(package="keras_accum")
 class Recompute(keras.layers.Wrapper):
-    """A layer whose inside is computed again in the backward pass, instead of kept.
+    """A layer that is computed again in the backward pass, instead of kept.
 
     ```python
     x = Recompute(TransformerBlock())(x, mask=mask)
     ```
 
-    What `recompute` switches on in a model that exists, for a model to be built with: it
-    is saved and loaded with the model. It takes the arguments of the layer, and has its
-    name, its weights and their paths, its masks and shapes; the layer itself is `.layer`.
+    The layer form of `recompute`, for building models: it is saved and loaded with the
+    model. It takes the arguments of `layer`, and has its name, its weights with their
+    paths, its masks and its shapes. The layer itself is the attribute `layer`.
 
-    In files of weights (`.weights.h5`) Keras nests what a wrapper holds: load those of a
-    model without it by `set_weights(plain.get_weights())`.
+    In `.weights.h5` files Keras nests the weights of a wrapped layer. To load the weights
+    of a model without the wrapper, use `set_weights(plain.get_weights())`.
 
     Args:
-        layer: the layer; a block of several, since one alone keeps its argument instead
-            of its result.
+        layer: a Keras layer that holds several others, such as the block of a
+            transformer. A single layer keeps its argument instead of its result.
         **kwargs: as for `keras.layers.Layer`.
 
     Raises:
-        ValueError: if `layer` is no Keras layer; and, in a training step, for what
-            cannot be computed twice (see `recompute`).
+        ValueError: if `layer` is no Keras layer. In a training step, if it cannot be
+            computed twice (see `recompute`).
     """
 
     def __init__(self, layer: keras.layers.Layer, **kwargs: Any) -> None:
@@ -284,31 +284,31 @@ class Recompute(keras.layers.Wrapper):
         self._block = Block(layer, [layer], layer.name)
 
     def build(self, *args: Any, **kwargs: Any) -> None:
-        """Build the layer, unless it leaves that to its first call."""
+        """Build the layer, unless its first call builds it."""
         canaries.check()
         if not self.layer.built and has_build(self.layer):
             self.layer.build(*args, **kwargs)
 
     def _open_name_scope(self) -> contextlib.AbstractContextManager[None]:
-        # Weights are called what they are called without this layer.
+        # The paths of the weights are those without this wrapper.
         return contextlib.nullcontext()
 
     def get_build_config(self) -> dict[str, Any] | None:
-        """What the layer was built with."""
+        """The build config of the layer."""
         return self.layer.get_build_config()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer; in training, keep nothing of what it computes."""
+        """Call the layer. In training, keep nothing that it computes inside."""
         return self._block(*args, **kwargs)
 
     def compute_mask(self, *args: Any, **kwargs: Any) -> Any:
-        """The mask that the layer gives."""
+        """The mask that the layer computes."""
         return self.layer.compute_mask(*args, **kwargs)
 
     def compute_output_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """The shape that the layer gives."""
+        """The output shape of the layer."""
         return self.layer.compute_output_shape(*args, **kwargs)
 
     def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
-        """The shape and type that the layer gives."""
+        """The output shape and dtype of the layer."""
         return self.layer.compute_output_spec(*args, **kwargs)

@@ -1,20 +1,19 @@
-"""Run a function now, forget what it computed, and run it again for its gradient.
+"""Run a function, keep nothing that it computed, and run it again for its gradient.
 
-Activation checkpointing (Chen et al., 2016, "Training Deep Nets with Sublinear Memory
-Cost"): between the passes only arguments and results are kept. The second pass has to
-compute what the first one did, so it gets what the first one had: the state it read
-(seeds, moving statistics), masks, the compute type, the arguments that Keras passes down,
-and what dropout dropped. State moves once, by the first pass; losses that layers add are
-results like the others.
+This is activation checkpointing (Chen et al., 2016, "Training Deep Nets with Sublinear
+Memory Cost"). Between the two passes only arguments and results stay in memory. The
+second pass must compute what the first one did. It therefore gets what the first one had:
+the state that it read (seeds, moving statistics), the masks of its dropout, the dtype
+that weights are cast to, and the arguments that Keras passes down. State moves once, in
+the first pass. Losses that layers add are results like the others.
 
-The bare mechanism is `tf.recompute_grad`, which is what `keras.remat` calls. It cannot
-carry this: it runs the same function twice, so that dropout draws a second mask and
-moving statistics move twice; in a graph it refuses keyword and boolean arguments; and it
-ties the second pass to the first result's gradient only. Hence `tf.custom_gradient`, the
-level below it.
+`tf.recompute_grad`, which is what `keras.remat` calls, cannot do this. It runs the same
+function twice, so dropout draws a second mask and moving statistics move twice. In a
+graph it refuses keyword and boolean arguments. Its second pass waits for the gradient of
+the first result only. Hence `tf.custom_gradient`, which it is made of.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -28,29 +27,29 @@ from .._backend.private.layers import (
     is_symbolic,
     save_context,
 )
-from .._backend.private.losses import is_sum, mark_as_sum, take_loss
+from .._backend.private.losses import take_loss
 from .._backend.private.tapes import could_record, unrecorded
-from .barrier import optimization_barrier, release_together
+from .barrier import release_together
 from .checks import (
     CacheCheck,
     OperationCheck,
     check_assigned,
+    check_call_is_no_function,
     check_captured,
+    check_functions_are_traced_again,
     check_same,
-    check_traced,
-    check_traced_anew,
 )
 from .dropout import dropout_masks_kept
 from .nest import Nest
-from .passes import FirstPass, Pass, SecondPass
+from .passes import FirstPass, Pass
 
 
 class Block:
-    """A function whose intermediate results are not kept, but computed again.
+    """A function that is computed again in the backward pass.
 
     Attributes:
-        function: what it calls, with the same arguments.
-        name: what errors call it.
+        function: the function; a block takes its arguments and returns its results.
+        name: str, for errors.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Block:
 
     @property
     def layers(self) -> list[keras.layers.Layer]:
-        """The layers in it, at any depth."""
+        """The layers that the function calls, at any depth."""
         found = [layer for root in self._roots for layer in [root, *flatten_layers(root)]]
         return list({id(layer): layer for layer in found}.values())
 
@@ -76,42 +75,42 @@ class Block:
         if not _is_differentiated(args, kwargs):
             return self.function(*args, **kwargs)
         if self._first_call:
-            check_traced(self)
+            check_call_is_no_function(self)
             if not all(layer.built for layer in self.layers):
                 build_by_call(self.function, *args, **kwargs)
             if self._verify:
                 check_same(self, args, kwargs)
             if tf.executing_eagerly():
                 OperationCheck(self).check_eagerly(*Nest((args, kwargs)).copied())
-        result = _Recomputed(self, args, kwargs).call()
+        outputs = _TwoPasses(self, args, kwargs).run()
         self._first_call = False
-        return result
+        return outputs
 
 
 def _is_differentiated(args: Any, kwargs: Any) -> bool:
-    """Whether anybody may ask for a gradient, of a call that computes something.
+    """Whether somebody may ask for a gradient of this call.
 
-    A function may be traced now and differentiated later: no tape is there to be seen,
-    but `training` is.
+    A function can be traced first and differentiated later. No tape is visible then, but
+    the argument `training` is.
     """
     training = kwargs.get("training")
     training = inherited("training") if training is None else training
     return (
-        # Where it is a tensor, it may be true.
+        # A tensor may be true.
         (not (training is None or training is False) or could_record())
         and not is_symbolic()
-        # The first pass of a block around this one keeps nothing anyway.
+        # The first pass of an outer block keeps nothing anyway.
         and not isinstance(current_scope(), FirstPass)
     )
 
 
 class _Outcome(NamedTuple):
-    """What a pass came to.
+    """The outcome of a pass.
 
     Attributes:
         outputs: what the function returned, taken apart.
-        losses: what its layers added, in order.
-        owners: the layer that added each.
+        losses: the losses that layers added, in order.
+        owners: the layer that added each loss.
         scope: the pass.
     """
 
@@ -122,60 +121,51 @@ class _Outcome(NamedTuple):
 
     @property
     def results(self) -> list[tf.Tensor]:
-        """Everything that has a gradient."""
+        """All tensors that have a gradient."""
         return [*self.outputs.differentiable, *self.losses]
 
 
-class _Recomputed:
+class _TwoPasses:
     """One call of a block."""
 
     def __init__(self, block: Block, args: Any, kwargs: Any) -> None:
         self.block = block
         self.arguments = Nest((args, kwargs))
         self.context = save_context()
-        # In somebody's `StatelessScope` weights are tensors, to be differentiated by.
-        self.weights = _mapped_weights(block.layers)
-        weights = [current_scope().get_current_value(v) for v in self.weights]
-        self.inputs = [*self.arguments.differentiable, *weights]
+        self.weights = _weights_of_scope(block.layers)
 
-    def call(self) -> Any:
-        """The outputs; the state has moved, and losses are added."""
-        results = self._differentiable()(*self.inputs)
-        outcome = self.outcome
-        for variable in outcome.scope.assigned.values():
-            variable.assign(outcome.scope.get_current_value(variable))
-        count = len(outcome.outputs.differentiable)
-        for layer, loss, before in zip(outcome.owners, results[count:], outcome.losses):
-            if is_sum(before):
-                mark_as_sum(loss)
-            # Some models have an `add_loss` that refuses.
-            keras.layers.Layer.add_loss(layer, loss)
-        return outcome.outputs.pack(results[:count], outcome.outputs.nondifferentiable)
+    def run(self) -> Any:
+        """The outputs. The second pass runs when somebody asks for their gradient."""
 
-    def _differentiable(self) -> Callable[..., list[tf.Tensor]]:
         @tf.custom_gradient
         def call(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
-            outcome = self._first(inputs)
-            self.outcome = outcome
+            first = self.first = self._first_pass(inputs)
 
-            def gradient(*upstream: Any, variables: Any = None) -> Any:
-                dense = [tf.convert_to_tensor(g) for g in upstream]
-                found = self._second(inputs, outcome, dense, list(variables or []))
+            def gradient(*upstream: Any, variables: Any = ()) -> Any:
+                found = self._gradients(inputs, first, upstream, variables)
                 inner, outer = found[: len(inputs)], found[len(inputs) :]
                 return (inner, outer) if variables else inner
 
-            # TensorFlow wants one at least; of this one nobody asks for the gradient.
-            return outcome.results or [tf.zeros(())], gradient
+            # TensorFlow requires a result. Nobody asks for the gradient of this one.
+            return first.results or [tf.zeros(())], gradient
 
-        return call
+        weights = [current_scope().get_current_value(v) for v in self.weights]
+        results = call(*self.arguments.differentiable, *weights)
+        outputs, losses, owners, scope = self.first
+        for variable in scope.assigned.values():
+            variable.assign(scope.get_current_value(variable))
+        count = len(outputs.differentiable)
+        for layer, loss in zip(owners, results[count : count + len(losses)]):
+            # Some models override `add_loss` to raise.
+            keras.layers.Layer.add_loss(layer, loss)
+        return outputs.pack(results[:count], outputs.nondifferentiable)
 
-    def _first(self, inputs: Sequence[tf.Tensor]) -> _Outcome:
+    def _first_pass(self, inputs: Sequence[tf.Tensor]) -> _Outcome:
         with unrecorded():
             inputs = [tf.identity(tensor) for tensor in inputs]
-        others = self.arguments.nondifferentiable
         caches, operations = CacheCheck(self.block), OperationCheck(self.block)
-        arguments = self._pack(inputs, others)
-        outcome = self._run(FirstPass(self._mapping(inputs), inputs), arguments)
+        arguments = self._arguments(inputs, self.arguments.nondifferentiable)
+        outcome = self._pass(FirstPass(self._values(inputs), inputs), arguments)
         self.arguments.drop_masks_of(arguments)
         caches.check()
         operations.check(outcome.scope)
@@ -183,53 +173,37 @@ class _Recomputed:
         check_assigned(self.block, outcome.scope)
         return outcome
 
-    def _second(
+    def _gradients(
         self,
         inputs: Sequence[tf.Tensor],
-        outcome: _Outcome,
-        upstream: list[tf.Tensor],
-        variables: list[tf.Variable],
+        first: _Outcome,
+        upstream: Sequence[Any],
+        variables: Sequence[tf.Variable],
     ) -> list[Any]:
-        """Gradients for the inputs and the variables, from those for the results."""
-        first = outcome.scope
-        moved = [i for i in first.state if i in first.assigned]
-        tied = iter(
-            optimization_barrier(
-                [
-                    *inputs,
-                    *self.arguments.nondifferentiable,
-                    *[first.state[i] for i in moved],
-                    *[tensor for _, outputs in first.kept for tensor in outputs],
-                    *first.drawn,
-                ],
-                upstream,
-            )
-        )
-        inputs = _take(tied, inputs)
-        others = _take(tied, self.arguments.nondifferentiable)
-        state = {**first.state, **dict(zip(moved, _take(tied, moved)))}
-        kept = [(key, _take(tied, outputs)) for key, outputs in first.kept]
-        drawn = _take(tied, first.drawn)
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch([*inputs, *variables])
-            scope = SecondPass({**state, **self._mapping(inputs)}, kept, drawn)
-            with self.context():
-                results = self._run(scope, self._pack(inputs, others)).results
-        check_traced_anew(self.block, first, scope)
+        """Gradients for `inputs` and `variables`, given those for the results."""
+        upstream = [tf.convert_to_tensor(gradient) for gradient in upstream]
+        others = self.arguments.nondifferentiable
+        scope, inputs, others = first.scope.again(inputs, others, upstream)
+        scope.state_mapping.update(self._values(inputs))
         sources = [*inputs, *variables]
-        return release_together(
-            tape.gradient(results, sources, output_gradients=upstream)
-        )
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(sources)
+            with self.context():
+                second = self._pass(scope, self._arguments(inputs, others))
+        check_functions_are_traced_again(self.block, first.scope, scope)
+        found = tape.gradient(second.results, sources, output_gradients=upstream)
+        return release_together(found)
 
-    def _mapping(self, inputs: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
-        weights = inputs[len(self.arguments.differentiable) :]
-        return {id(v): weight for v, weight in zip(self.weights, weights)}
+    def _values(self, inputs: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
+        """The values of the weights that are tensors, by id."""
+        values = inputs[len(self.arguments.differentiable) :]
+        return {id(v): value for v, value in zip(self.weights, values)}
 
-    def _pack(self, inputs: Sequence[tf.Tensor], others: Sequence[tf.Tensor]) -> Any:
+    def _arguments(self, inputs: Sequence[tf.Tensor], others: Sequence[tf.Tensor]) -> Any:
         """The arguments of the call, with these tensors in them."""
         return self.arguments.pack(inputs[: len(self.arguments.differentiable)], others)
 
-    def _run(self, scope: Pass, arguments: Any) -> _Outcome:
+    def _pass(self, scope: Pass, arguments: Any) -> _Outcome:
         args, kwargs = arguments
         with dropout_masks_kept, scope:
             outputs = self.block.function(*args, **kwargs)
@@ -238,12 +212,8 @@ class _Recomputed:
         return _Outcome(Nest(outputs), scope.losses, owners, scope)
 
 
-def _take(tensors: Iterator[tf.Tensor], like: Sequence[Any]) -> list[tf.Tensor]:
-    return [next(tensors) for _ in like]
-
-
-def _mapped_weights(layers: Sequence[keras.layers.Layer]) -> list[keras.Variable]:
-    """The weights that a `StatelessScope` around gives values for."""
+def _weights_of_scope(layers: Sequence[keras.layers.Layer]) -> list[keras.Variable]:
+    """The weights that are tensors in a `StatelessScope` of the caller's."""
     scope = current_scope()
     if scope is None:
         return []

@@ -1,4 +1,4 @@
-"""What cannot be computed twice is refused: the reason, and what to do instead."""
+"""Refusals of blocks that cannot be computed twice, with the reason and the remedy."""
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
@@ -15,10 +15,10 @@ from .._backend.private.tapes import could_record, is_recorded
 from .nest import Nest
 from .passes import Pass
 
-# How the types of operations begin that change a variable.
+# The beginnings of the types of operations that assign to a variable.
 _ASSIGNING = ("Assign", "ResourceApply", "ResourceScatter", "ResourceStridedSliceAssign")
 
-# Operations of TensorFlow that draw from a state which nobody can wind back.
+# The types of operations that draw from a state which cannot be set back.
 _RANDOM = {
     "Multinomial",
     "ParameterizedTruncatedNormal",
@@ -37,83 +37,85 @@ _RANDOM = {
     "TruncatedNormal",
 }
 
+_COMPILED = "Keras compiles the whole training step."
 
-def check_traced(block: Any) -> None:
-    """Refuse a block whose layers have a memory of their own of how they are called."""
+
+def check_call_is_no_function(block: Any) -> None:
+    """Refuse a layer whose `call` is a `tf.function`."""
     calls = [(block.name, block.function), *[(x.name, x.call) for x in block.layers]]
     for name, call in calls:
         if isinstance(call, tf.types.experimental.PolymorphicFunction):
             raise ValueError(
-                f"'{name}' in '{block.name}' has a call that is a `tf.function`: "
-                "it would remember the weights of the first pass as constants. Leave the "
-                "decorator out; Keras compiles the whole training step."
+                f"The call of '{name}' in '{block.name}' is a `tf.function`. It would "
+                "hold the weights of the first pass as constants. Remove the decorator: "
+                f"{_COMPILED}"
             )
 
 
 def check_assigned(block: Any, scope: Pass) -> None:
-    """Refuse a block that moves what is trained, or something inside of a loop."""
+    """Refuse a block that assigns to trainable weights, or inside of a loop."""
     variables = scope.assigned.values()
     inside = [v.path for v in variables if not scope.owns(scope.get_current_value(v))]
     if inside:
         raise ValueError(
-            f"'{block.name}' assigns to {inside} inside of a loop or a branch of "
-            "TensorFlow's, out of which their new values cannot be taken. What has a "
-            "state, dropout with a seed of its own included, must be called outside of "
-            "it, or be left out of what is recomputed."
+            f"'{block.name}' assigns to {inside} inside of a TensorFlow loop or branch. "
+            "The new values cannot leave it, so the state could not move once. Call "
+            "layers with a state (dropout has one, its seed) outside of the loop, or do "
+            "not recompute them."
         )
     paths = [v.path for v in variables if v.trainable or is_watched(v)]
     if paths:
         raise ValueError(
-            f"'{block.name}' assigns to trainable weights in its call: {paths}. Its "
-            "second pass would see other weights than the first. Recompute layers around "
-            "it or inside of it, or keep what it assigns in non-trainable weights."
+            f"'{block.name}' assigns to trainable weights in its call: {paths}. The "
+            "second pass would read other weights than the first. Make these weights "
+            "non-trainable (`add_weight(trainable=False)`), or recompute other layers."
         )
 
 
-def check_traced_anew(block: Any, first: Pass, second: Pass) -> None:
-    """Refuse a function that the second pass called as the first one had traced it."""
+def check_functions_are_traced_again(block: Any, first: Pass, second: Pass) -> None:
+    """Refuse a `tf.function` that was traced in the first pass only."""
     found = first.read_in_functions.items()
     if held := [v.path for i, v in found if i not in second.read_in_functions]:
         raise ValueError(
-            f"'{block.name}' reads {held} in a `tf.function` that a layer keeps: in the "
-            "second pass it holds the values of the first one, without their gradients. "
-            "Leave the `tf.function` out; Keras compiles the whole training step."
+            f"'{block.name}' reads {held} in a `tf.function` that is traced once. It "
+            "would hold the values of the first pass in the second, without their "
+            f"gradients. Remove the `tf.function`: {_COMPILED}"
         )
 
 
 def check_captured(block: Any, results: Sequence[tf.Tensor]) -> None:
-    """Refuse a block that has a gradient for something it was not given.
+    """Refuse a block that uses a tensor with a gradient which is not an argument.
 
-    Its first pass was cut from all that it was given: what a tape still knows of the
-    results came another way.
+    No tape recorded the first pass. If a tape knows the results all the same, something
+    else led to them.
     """
     if could_record() and is_recorded(results):
         raise ValueError(
-            f"'{block.name}' uses a tensor, a `tf.Variable` that is no Keras weight, or "
-            "the weights of a `tf.function`, which needs a gradient and is not among the "
-            "arguments of its call: recomputed, it would get none. Pass it as an "
-            "argument, leave the `tf.function` out (Keras compiles the whole step), or "
-            "recompute a layer around both."
+            f"'{block.name}' uses something that needs a gradient and is not an argument "
+            "of its call: a tensor from outside, a `tf.Variable` that is no Keras weight, "
+            "or the weights of a `tf.function`. Recomputed, it would get no gradient. "
+            "Pass the tensor as an argument, make the variable a Keras weight, remove "
+            "the `tf.function`, or recompute a layer around both."
         )
 
 
 class CacheCheck:
-    """Refuses a block whose layers put tensors on themselves while they are called."""
+    """Refuses a block whose layers keep a tensor of their call in an attribute."""
 
     def __init__(self, block: Any) -> None:
         self._block = block
-        self._before = list(self._tensors())  # Holds them, so that ids stay theirs.
+        self._before = list(self._tensors())  # Referenced, so that their ids stay.
 
     def check(self) -> None:
-        """To be called after the call."""
+        """Compare, after the call."""
         known = {id(tensor) for _, _, tensor in self._before}
         for layer, name, tensor in self._tensors():
             if id(tensor) not in known:
                 raise ValueError(
                     f"'{self._block.name}' keeps a tensor of its call in "
-                    f"`{layer.name}.{name}`, where the second pass would put another "
-                    "one. Return it from the call and pass it in again, or keep it in "
-                    "a non-trainable weight."
+                    f"`{layer.name}.{name}`. The second pass would replace it. Return it "
+                    "from the call and pass it in at the next one, or keep it in a "
+                    "non-trainable weight."
                 )
 
     def _tensors(self) -> Iterator[tuple[keras.layers.Layer, str, tf.Tensor]]:
@@ -127,10 +129,10 @@ class CacheCheck:
 
 
 class OperationCheck:
-    """Refuses a block whose operations cannot run twice.
+    """Refuses a block with operations that cannot run twice and that no scope sees.
 
-    They draw random numbers from TensorFlow's own state, assign to a variable that Keras
-    does not know of, or read in a `tf.function` what the block moves: no scope sees that.
+    They draw random numbers from TensorFlow's own state, assign to a `tf.Variable`, or
+    read, in a `tf.function` that was traced before, state that the block moves.
     """
 
     def __init__(self, block: Any) -> None:
@@ -138,22 +140,22 @@ class OperationCheck:
         self._before = len(_operations())
 
     def check(self, scope: Pass) -> None:
-        """To be called after the call, which left its operations in the graph."""
+        """Look at the operations that the call left in the graph."""
         self._refuse(_operations()[self._before :], scope.assigned.values())
 
     def check_eagerly(self, args: Any, kwargs: Any) -> None:
-        """Before the call: eager mode leaves no operations, so trace it to have some."""
+        """Trace the call to see its operations: eager mode leaves none."""
         scope = keras.StatelessScope()
 
         def call() -> None:
-            with scope:  # What it assigns goes nowhere.
+            with scope:  # So that nothing is assigned.
                 self._block.function(*args, **kwargs)
 
         caches = CacheCheck(self._block)
         try:
             traced = tf.function(call, autograph=False).get_concrete_function()
         except Exception:
-            return  # Code for eager mode alone, which nothing but running it will tell.
+            return  # Code for eager mode only. Nothing but running it tells more.
         finally:
             caches.check()
         operations = traced.graph.get_operations()
@@ -165,32 +167,29 @@ class OperationCheck:
         assigned: Collection[keras.Variable],
         in_loops: bool = True,
     ) -> None:
-        # A pass reads nothing in loops; what only traces them does.
-        calls = [
-            op for op in operations if in_loops or op.type.endswith("PartitionedCall")
-        ]
+        # Loops of a pass read nothing themselves; those of a mere trace do.
+        calls = [op for op in operations if in_loops or _calls_function(op)]
         types = _types(operations)
         if drawn := sorted(_RANDOM & types):
             raise ValueError(
-                f"'{self._block.name}' draws random numbers from a state of TensorFlow's "
-                f"own ({', '.join(drawn)}): its second pass would draw others. Use "
-                "`keras.random`, with a `keras.random.SeedGenerator` of the layer."
+                f"'{self._block.name}' draws random numbers from TensorFlow's own state "
+                f"({', '.join(drawn)}). The second pass would draw others. Use "
+                "`keras.random` with a `keras.random.SeedGenerator` of the layer."
             )
         if kinds := sorted(x for x in types if x.startswith(_ASSIGNING)):
             raise ValueError(
                 f"'{self._block.name}' assigns to a `tf.Variable`, or to a weight inside "
-                f"of a `tf.function` ({', '.join(kinds)}): recomputed, it would assign "
-                "twice. Keep what a call changes in a weight made by "
-                "`add_weight(trainable=False)`, and assign to it outside of "
-                "`tf.function`s."
+                f"of a `tf.function` ({', '.join(kinds)}). Recomputed, it would assign "
+                "twice. Create the state by `add_weight(trainable=False)`, and assign to "
+                "it outside of any `tf.function`."
             )
         read = _read_in_functions(calls, assigned)
         moved = [v.path for v in assigned if id(v) in read]
         if moved:
             raise ValueError(
-                f"'{self._block.name}' assigns to {moved}, and reads it in a "
-                "`tf.function`, whose second pass would read the new value. Leave the "
-                "`tf.function` out; Keras compiles the whole training step."
+                f"'{self._block.name}' assigns to {moved} and reads it in a "
+                "`tf.function`. The second pass would read the new value. Remove the "
+                f"`tf.function`: {_COMPILED}"
             )
 
 
@@ -212,7 +211,7 @@ def _calls_function(operation: tf.Operation) -> bool:
 def _read_in_functions(
     calls: Sequence[tf.Operation], variables: Collection[keras.Variable]
 ) -> set[int]:
-    """By id, those that functions read which were traced before this pass."""
+    """The ids of those that functions read which were traced before this pass."""
     inputs = [x for op in calls if _functions(op.node_def) for x in op.inputs]
     handles = {id(captured(x)) for x in inputs if x.dtype == tf.resource}
     if not handles:
@@ -221,7 +220,7 @@ def _read_in_functions(
 
 
 def _types(operations: Sequence[tf.Operation]) -> set[str]:
-    """The types of `operations` and of what they call: bodies of loops, branches."""
+    """The types of `operations` and of those in the functions that they call."""
     found = {operation.type for operation in operations}
     called = [name for op in operations for name in _functions(op.node_def)]
     if not called:
@@ -229,14 +228,14 @@ def _types(operations: Sequence[tf.Operation]) -> set[str]:
     library = operations[0].graph.as_graph_def().library.function
     bodies = {function.signature.name: function.node_def for function in library}
     while called:
-        for node in bodies.pop(called.pop(), []):  # Each but once.
+        for node in bodies.pop(called.pop(), []):  # Each function once.
             found.add(node.op)
             called += _functions(node)
     return found
 
 
 def _functions(node: Any) -> list[str]:
-    """The names of the functions that the operation of a `NodeDef` calls."""
+    """The names of the functions that an operation calls, bodies of loops included."""
     return [
         function.name
         for value in node.attr.values()
@@ -246,10 +245,10 @@ def _functions(node: Any) -> list[str]:
 
 
 def check_same(block: Any, args: Any, kwargs: Any) -> None:
-    """Refuse a block that gives something else the second time.
+    """Refuse a block that returns something else the second time.
 
-    Called twice without a gradient: with these arguments, or with made-up ones of their
-    shapes where a graph is being traced.
+    The block is called twice, without a gradient: with these arguments in eager mode,
+    with made-up ones of the same shapes in a graph.
     """
     with tf.init_scope():
         arguments = Nest(tf.nest.map_structure(_concrete, (args, kwargs)))
@@ -258,8 +257,8 @@ def check_same(block: Any, args: Any, kwargs: Any) -> None:
         if not _same(first, second):
             raise ValueError(
                 f"'{block.name}' cannot be recomputed: called twice with the same "
-                f"arguments and state, '{name}' gives different outputs. What a call "
-                "depends on must be an argument, a weight, or a "
+                f"arguments and state, '{name}' returns different outputs. A call may "
+                "depend only on its arguments, on weights, and on a "
                 "`keras.random.SeedGenerator`."
             )
 
@@ -284,9 +283,9 @@ def _made_up(like: tf.Tensor | tf.RaggedTensor) -> tf.Tensor:
 
 
 def _outputs(block: Any, args: Any, kwargs: Any) -> list[tuple[str, list[np.ndarray]]]:
-    """What each layer gave, by name, in the order in which they finished."""
+    """The outputs of each layer, with its name, in the order of the calls' ends."""
     found: list[tuple[str, list[np.ndarray]]] = []
-    # What it assigns goes nowhere, so both passes begin with the same state.
+    # Nothing is assigned, so both calls begin with the same state.
     with contextlib.ExitStack() as stack:
         for layer in block.layers:
             stack.enter_context(_observed(layer, found))
@@ -302,7 +301,7 @@ def _arrays(outputs: Any) -> list[np.ndarray]:
 
 @contextlib.contextmanager
 def _observed(layer: keras.layers.Layer, found: list[Any]) -> Iterator[None]:
-    """Add what `layer` returns to `found`."""
+    """Add to `found` what `layer` returns."""
     call = layer.call
 
     def observed(*args: Any, **kwargs: Any) -> Any:
@@ -318,7 +317,7 @@ def _observed(layer: keras.layers.Layer, found: list[Any]) -> Iterator[None]:
 
 
 def _same(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
-    # Some devices add up in an order of their own.
+    # The order of a sum may differ from call to call.
     return all(
         np.allclose(a, b, rtol=1e-3, atol=1e-3 * np.abs(b).max(initial=0), equal_nan=True)
         for a, b in zip(first, second)

@@ -1,7 +1,7 @@
-"""Dropout inside of what is recomputed: its mask is kept, in bits, not drawn again.
+"""Dropout in a recomputed block: its mask is kept in bits instead of drawn twice.
 
-A mask is a thirty-second of the float32 tensor that it is for. To draw one costs as much
-as a product of matrices under XLA on a CPU (`benchmarks/recompute.py`).
+A bit for each element is a thirty-second of a float32 tensor. Drawing a mask again costs
+as much as a product of matrices under XLA on a CPU (`benchmarks/recompute.py`).
 """
 
 import math
@@ -14,24 +14,24 @@ from .passes import Pass
 
 
 def _mask(drawing: MaskDrawing) -> tf.Tensor | None:
-    """The mask of a call of dropout inside of a pass; None anywhere else."""
+    """The mask of a call of dropout in a pass; None for a call anywhere else."""
     scope = current_scope()
     if not (isinstance(scope, Pass) and scope.is_here()):
         return None
-    # Out of the bits in the first pass, too: what was drawn is not needed any longer.
+    # The first pass unpacks the bits too, so that nothing needs the mask any longer.
     bits = scope.draw(lambda: pack(drawing.draw()), drawing.skip)
     return unpack(bits, drawing.inputs)
 
 
-# Around a pass: what it drops is drawn in the first one only.
+# A context for a pass: dropout draws its masks in the first pass only.
 dropout_masks_kept = DropoutByMask(_mask)
 
 
 def pack(mask: tf.Tensor) -> tf.Tensor:
-    """A bool tensor of n elements as a uint8 vector of ⌈n / 8⌉, eight to each."""
+    """A bool tensor of n elements as a uint8 vector of ⌈n / 8⌉, eight bits in each."""
     flat = tf.cast(tf.reshape(mask, [-1]), "uint8")
     padded = tf.pad(flat, [[0, -_size(flat) % 8]])
-    # Bit i of all of them is one stretch of the mask, which fills a vector unit.
+    # Bit i of all bytes is one stretch of the mask, which fills a vector unit.
     bits, *stretches = tf.unstack(tf.reshape(padded, [8, -1]))
     for i, stretch in enumerate(stretches, 1):
         shifted = tf.bitwise.left_shift(stretch, tf.constant(i, "uint8"))
@@ -40,7 +40,7 @@ def pack(mask: tf.Tensor) -> tf.Tensor:
 
 
 def unpack(bits: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """The bool tensor, of the shape of `like`, that `pack` made `bits` of."""
+    """The bool tensor that `pack` packed into `bits`, in the shape of `like`."""
     place = tf.constant([[1 << i] for i in range(8)], "uint8")
     flat = tf.reshape(tf.bitwise.bitwise_and(bits, place), [-1])
     shape = like.shape if like.shape.is_fully_defined() else tf.shape(like)

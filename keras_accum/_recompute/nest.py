@@ -1,4 +1,4 @@
-"""Nested values taken apart into tensors that have a gradient, others, and the rest."""
+"""Nested values, taken apart into tensors that have a gradient, others, and the rest."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +15,9 @@ from .._backend.private.layers import (
 
 
 class Nest:
-    """Nested values taken apart: tensors with a gradient, without, and all the rest.
+    """Nested values, taken apart.
 
-    What Keras hangs on a tensor (a mask, logits) counts as tensors of the nest too.
+    The masks and logits that Keras attaches to tensors count as tensors of the nest.
     """
 
     def __init__(self, values: Any) -> None:
@@ -27,20 +27,22 @@ class Nest:
         self._masks = {i: m for i, x in tensors if (m := keras_mask(x)) is not None}
         self._logits = {i: z for i, x in tensors if (z := keras_logits(x)) is not None}
         self._floats = [i for i, x in tensors if _has_gradient(x)]
-        self._others = [i for i, x in tensors if _can_wait(x) and not _has_gradient(x)]
+        self._others = [
+            i for i, x in tensors if _is_nondifferentiable(x) and not _has_gradient(x)
+        ]
 
     @property
     def differentiable(self) -> list[tf.Tensor]:
-        """Tensors that a gradient may go through."""
+        """The tensors that may have a gradient: floating and complex ones, and logits."""
         return [*[self.leaves[i] for i in self._floats], *self._logits.values()]
 
     @property
     def nondifferentiable(self) -> list[tf.Tensor]:
-        """Integers, booleans and masks."""
+        """The integer and bool tensors, and masks."""
         return [*[self.leaves[i] for i in self._others], *self._masks.values()]
 
     def pack(self, floats: Sequence[tf.Tensor], others: Sequence[tf.Tensor]) -> Any:
-        """The nest with other tensors in the place of its own."""
+        """The nested values, with `floats` and `others` in place of their tensors."""
         floats_left, others_left = iter(floats), iter(others)
         leaves = list(self.leaves)
         for i in self._floats:
@@ -54,15 +56,15 @@ class Nest:
         return tf.nest.pack_sequence_as(self.values, leaves, expand_composites=True)
 
     def copied(self) -> Any:
-        """The nest with copies of its tensors, for a call that may change them.
+        """The nested values, with copies of their tensors.
 
-        `MultiHeadAttention` takes the masks off what it is called with.
+        A call may change its arguments: `MultiHeadAttention` removes their masks.
         """
         others = [tf.identity(tensor) for tensor in self.nondifferentiable]
         return self.pack([tf.identity(tensor) for tensor in self.differentiable], others)
 
     def drop_masks_of(self, packed: Any) -> None:
-        """Take off the masks that a call has taken off `packed`, a copy of the nest."""
+        """Remove the masks that a call has removed from `packed`, a copy of the nest."""
         leaves = tf.nest.flatten(packed, expand_composites=True)
         for i in self._masks:
             if keras_mask(leaves[i]) is None:
@@ -73,5 +75,5 @@ def _has_gradient(tensor: tf.Tensor) -> bool:
     return tensor.dtype.is_floating or tensor.dtype.is_complex
 
 
-def _can_wait(tensor: tf.Tensor) -> bool:
+def _is_nondifferentiable(tensor: tf.Tensor) -> bool:
     return tensor.dtype.is_bool or tensor.dtype.is_integer

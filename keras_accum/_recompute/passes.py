@@ -1,9 +1,10 @@
-"""The two passes of a call that is recomputed, as scopes of Keras's variables.
+"""The two passes of a recomputed call, as scopes that give variables their values.
 
-The first notes what it reads; the second reads that. Neither changes a variable.
+The first pass notes what it reads, the second pass reads what was noted. Neither changes
+a variable.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -15,12 +16,21 @@ from .._backend.private.tapes import unrecorded, value_with_gradient_of
 from .barrier import optimization_barrier
 from .nest import Nest
 
-# Calls whose outputs were kept, in order, with the tensors in them.
+# The calls whose outputs are kept, in order, each with its output tensors.
 Kept: TypeAlias = "list[tuple[Keep, list[tf.Tensor]]]"
 
 
 class Pass(keras.StatelessScope):
-    """The variables as `values` has them, by id; what is assigned stays in here."""
+    """A scope in which variables have values of their own, and assignments stay inside.
+
+    Args:
+        values: the values of some variables, by the id of the variable.
+
+    Attributes:
+        assigned: the variables that were assigned, by id.
+        read_in_functions: the variables that a `tf.function` read while TensorFlow traced
+            it, by id.
+    """
 
     def __init__(self, values: dict[int, tf.Tensor]) -> None:
         super().__init__(collect_losses=True)
@@ -31,15 +41,19 @@ class Pass(keras.StatelessScope):
         self._eager = tf.executing_eagerly()
 
     def is_here(self) -> bool:
-        """Whether what is made now can be used in the pass itself: not inside a loop."""
+        """Whether a tensor that is made now can be used in the pass: not in a loop."""
         return tf.compat.v1.get_default_graph() is self._graph
+
+    def owns(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` can be used in the pass: it was not made in a loop."""
+        return not tf.is_symbolic_tensor(tensor) or tensor.graph is self._graph
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """The value of `variable` in this pass; None if it is the variable's own.
 
-        Also inside of a loop or a function, the tensor is one of the pass: a variable
-        that a loop reads is an argument of the loop, and a tape that watches the
-        variable would differentiate the loop.
+        The tensor is made outside of the loop or function that reads it. A variable that
+        a loop reads is an argument of the loop, so a tape that watches the variable would
+        differentiate the loop.
         """
         if self.is_here():
             return self._value_of(variable)
@@ -49,18 +63,19 @@ class Pass(keras.StatelessScope):
             return self._value_of(variable)
 
     def note_function(self, variable: keras.Variable) -> None:
-        """Note that a `tf.function` reads `variable` while it is traced."""
+        """Note that a `tf.function` reads `variable` while TensorFlow traces it."""
         self.read_in_functions[id(variable)] = variable
 
     def _value_of(self, variable: keras.Variable) -> tf.Tensor | None:
         return super().get_current_value(variable)
 
-    def owns(self, tensor: tf.Tensor) -> bool:
-        """Whether `tensor` can be used in the pass itself."""
-        return not tf.is_symbolic_tensor(tensor) or tensor.graph is self._graph
-
     def draw(self, draw: Callable[[], tf.Tensor], skip: Callable[[], Any]) -> tf.Tensor:
-        """What `draw` gave, at this place, in the first pass; else what `skip` does."""
+        """The random tensor of this place in the block.
+
+        Args:
+            draw: draws it.
+            skip: moves the seed as `draw` does.
+        """
         raise NotImplementedError
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
@@ -71,10 +86,18 @@ class Pass(keras.StatelessScope):
 
 
 class FirstPass(Pass):
-    """Reads variables from outside, apart from any tape, and remembers what it read.
+    """Reads variables unseen by any tape, and notes their values.
 
-    Seeds are not there before the tensors in `after` are: they depend on nothing else, so
-    that XLA would draw the random numbers of all blocks first, and hold them.
+    Args:
+        values: as for `Pass`.
+        after: seeds are available only when these tensors are. A seed depends on nothing
+            else, so XLA would draw the random numbers of all blocks first and hold them.
+
+    Attributes:
+        state: the values that were read from outside, by the id of the variable. Weights
+            are not among them: gradients go to the variable itself.
+        kept: outputs of the layers that are wrapped in `Keep`.
+        drawn: random tensors, in order.
     """
 
     def __init__(self, values: dict[int, tf.Tensor], after: Sequence[tf.Tensor]) -> None:
@@ -85,21 +108,41 @@ class FirstPass(Pass):
         self.kept: Kept = []
         self.drawn: list[tf.Tensor] = []
 
+    def again(
+        self,
+        inputs: Sequence[tf.Tensor],
+        others: Sequence[tf.Tensor],
+        upstream: Sequence[tf.Tensor],
+    ) -> tuple["SecondPass", list[tf.Tensor], list[tf.Tensor]]:
+        """The second pass, and `inputs` and `others` for it.
+
+        All of it is available only when the gradients `upstream` are. State that the
+        first pass only read needs no such barrier: it is in memory anyway.
+        """
+        moved = [i for i in self.state if i in self.assigned]
+        kept = [tensor for _, outputs in self.kept for tensor in outputs]
+        state = [self.state[i] for i in moved]
+        held = [*inputs, *others, *state, *kept, *self.drawn]
+        released = iter(optimization_barrier(held, upstream))
+        inputs, others = _take(released, inputs), _take(released, others)
+        values = {**self.state, **dict(zip(moved, _take(released, moved)))}
+        kept = [(layer, _take(released, outputs)) for layer, outputs in self.kept]
+        return SecondPass(values, kept, _take(released, self.drawn)), inputs, others
+
     def draw(self, draw: Callable[[], tf.Tensor], skip: Callable[[], Any]) -> tf.Tensor:
-        """What `draw` gives; inside of another block's second pass, what it gave."""
+        """Draw it, unless the second pass of an outer block has it."""
         outer = self.outer
         given = isinstance(outer, SecondPass) and outer.is_here()
         self.drawn.append(outer.draw(draw, skip) if given else draw())
         return self.drawn[-1]
 
     def note_function(self, variable: keras.Variable) -> None:
-        """Note it for the pass of a block around this one, too."""
+        """Note it for the pass of an outer block, too."""
         super().note_function(variable)
         if isinstance(self.outer, Pass):
             self.outer.note_function(variable)
 
     def _value_of(self, variable: keras.Variable) -> tf.Tensor | None:
-        """The value, which no tape sees: gradients go through the second pass."""
         value = super()._value_of(variable)
         if value is not None:
             return value
@@ -116,7 +159,13 @@ class FirstPass(Pass):
 
 
 class SecondPass(Pass):
-    """Has the outputs that the first pass kept, and what it drew."""
+    """Reads what the first pass noted.
+
+    Args:
+        values: as for `Pass`.
+        kept: the outputs that the first pass kept.
+        drawn: the random tensors that it drew.
+    """
 
     def __init__(
         self, values: dict[int, tf.Tensor], kept: Kept, drawn: Sequence[tf.Tensor]
@@ -126,26 +175,31 @@ class SecondPass(Pass):
         self._drawn = iter(drawn)
 
     def draw(self, draw: Callable[[], tf.Tensor], skip: Callable[[], Any]) -> tf.Tensor:
-        """What the first pass drew."""
+        """The tensor that the first pass drew."""
         skip()
         return next(self._drawn)
 
-    def take(self, key: "Keep") -> list[tf.Tensor]:
-        """What the next call of `key` gave in the first pass."""
-        index = next(i for i, (found, _) in enumerate(self._kept) if found is key)
+    def take(self, layer: "Keep") -> list[tf.Tensor]:
+        """The outputs of the next call of `layer`, from the first pass."""
+        index = next(i for i, (kept, _) in enumerate(self._kept) if kept is layer)
         return self._kept.pop(index)[1]
 
 
+def _take(tensors: Iterator[tf.Tensor], like: Sequence[Any]) -> list[tf.Tensor]:
+    return [next(tensors) for _ in like]
+
+
 def is_repeated() -> bool:
-    """Whether what runs has run before, in the first pass."""
+    """Whether the code that asks runs for the second time, in a second pass."""
     return isinstance(current_scope(), SecondPass)
 
 
 class Keep:
-    """A layer's call, whose outputs a block around it keeps.
+    """The call of a layer in a block, whose outputs stay in memory.
 
-    The second pass takes them as they are. The call itself is then needed only where its
-    own gradient asks for what is inside of it: compilers leave the rest of it out.
+    The second pass takes the outputs of the first. It calls the layer all the same, since
+    the gradient of the layer may need what is computed inside; compilers leave out the
+    rest.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -155,13 +209,14 @@ class Keep:
         outputs = self.function(*args, **kwargs)
         scope = current_scope()
         if not isinstance(scope, Pass) or not scope.is_here():
-            return outputs  # What is inside of a loop cannot leave it.
+            return outputs  # A tensor that is made in a loop cannot leave it.
         if isinstance(scope, FirstPass):
             scope.kept.append((self, Nest(outputs).differentiable))
         elif isinstance(scope, SecondPass):
             nest = Nest(outputs)
             pairs = zip(scope.take(self), nest.differentiable)
             outputs = nest.pack(
-                [value_with_gradient_of(k, f) for k, f in pairs], nest.nondifferentiable
+                [value_with_gradient_of(value, again) for value, again in pairs],
+                nest.nondifferentiable,
             )
         return outputs

@@ -1,4 +1,4 @@
-"""Which layers of a model are meant: by name, class, function, or themselves."""
+"""Selecting layers of a model: by name, class, function, or the layers themselves."""
 
 import difflib
 import fnmatch
@@ -16,7 +16,7 @@ Select: TypeAlias = (
 
 
 def select_layers(model: Layer, select: Select) -> list[Layer]:
-    """The outermost layers inside of `model` that match."""
+    """The layers inside of `model` that match, without those inside of a match."""
     matches = _predicate(model, select)
     inside = _inside(model, enter=lambda layer: not matches(layer))
     found = [layer for layer in inside if matches(layer)]
@@ -30,7 +30,7 @@ def _inside(
     enter: Callable[[Layer], bool] = lambda _: True,
     seen: set[int] | None = None,
 ) -> Iterator[Layer]:
-    """The layers inside of `layer`, in order, each once; not those inside of some."""
+    """The layers inside of `layer`, in order, each once; `enter` says how deep."""
     seen = set() if seen is None else seen
     for child in children(layer):
         if id(child) in seen:
@@ -55,7 +55,8 @@ def _predicate(model: Layer, select: Select) -> Callable[[Layer], bool]:
         return select
     raise TypeError(
         "`select` must be a pattern of names, a class, a function from a layer to bool, "
-        f"a layer or a list of layers. Received: {select!r}"
+        f"a layer, or a list of layers. Received: {select!r} of type "
+        f"{type(select).__name__}"
     )
 
 
@@ -70,13 +71,14 @@ def _listed(model: Layer, layers: Sequence[Any]) -> Callable[[Layer], bool]:
     for layer in layers:
         if layer is model:
             raise ValueError(
-                f"'{model.name}' is the model itself: to recompute all of it at once "
-                "would keep nothing and save nothing, since all of it would be there "
-                "again. Select layers inside of it, or pass `segments='sqrt'`."
+                f"'{model.name}' is the model itself. Recomputing all of it at once saves "
+                "no memory: the second pass would hold all activations again. Select "
+                "layers inside of it, or pass `segments='sqrt'`."
             )
         if id(layer) not in inside:
             raise ValueError(
-                f"Received a layer that '{model.name}' does not have: {layer}"
+                f"'{model.name}' does not contain the layer that was selected: {layer}. "
+                "Select layers inside of the model."
             )
     wanted = {id(layer) for layer in layers}
     return lambda layer: id(layer) in wanted
@@ -88,13 +90,13 @@ def _nothing(model: Layer, select: Select) -> str:
     near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.4) or names[:10]
     return (
         f"No layer inside of '{model.name}' matches {select!r}. "
-        + (f"Layers are named, for example: {', '.join(near)}. " if near else "")
-        + "A model that makes its layers in `build` has to be built before."
+        + (f"Names of its layers: {', '.join(near)}. " if near else "")
+        + "A model that creates its layers in `build` must be built first."
     )
 
 
 def layers_inside(roots: Sequence[Layer], patterns: str | Sequence[str]) -> list[Layer]:
-    """The layers inside of `roots` that `keep` names."""
+    """The layers inside of `roots` whose names match one of the patterns of `keep`."""
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     layers = [layer for root in roots for layer in _inside(root)]
     layers = list({id(layer): layer for layer in layers}.values())
@@ -102,7 +104,7 @@ def layers_inside(roots: Sequence[Layer], patterns: str | Sequence[str]) -> list
     if patterns and not kept:
         names = ", ".join(layer.name for layer in layers[:10])
         raise ValueError(
-            f"No layer inside of what is recomputed matches keep={patterns}. Layers are "
-            f"named, for example: {names}."
+            f"No layer inside of the recomputed ones matches keep={patterns}. Names of "
+            f"layers there: {names}."
         )
     return kept

@@ -243,20 +243,21 @@ def test_a_function_that_lives_on_reads_a_state_as_it_is(mode):
 
 
 KEEPS = (
-    "'held' reads ['{path}'] in a `tf.function` that a layer keeps: in the second pass "
-    "it holds the values of the first one, without their gradients. Leave the "
-    "`tf.function` out; Keras compiles the whole training step."
+    "'held' reads ['{path}'] in a `tf.function` that is traced once. It would hold the "
+    "values of the first pass in the second, without their gradients. Remove the "
+    "`tf.function`: Keras compiles the whole training step."
 )
 CAPTURES = (
-    "'held' uses a tensor, a `tf.Variable` that is no Keras weight, or the weights of a "
-    "`tf.function`, which needs a gradient and is not among the arguments of its call: "
-    "recomputed, it would get none. Pass it as an argument, leave the `tf.function` out "
-    "(Keras compiles the whole step), or recompute a layer around both."
+    "'held' uses something that needs a gradient and is not an argument of its call: a "
+    "tensor from outside, a `tf.Variable` that is no Keras weight, or the weights of a "
+    "`tf.function`. Recomputed, it would get no gradient. Pass the tensor as an argument, "
+    "make the variable a Keras weight, remove the `tf.function`, or recompute a layer "
+    "around both."
 )
 MOVES = (
-    "'held' assigns to ['{path}'], and reads it in a `tf.function`, whose second pass "
-    "would read the new value. Leave the `tf.function` out; Keras compiles the whole "
-    "training step."
+    "'held' assigns to ['{path}'] and reads it in a `tf.function`. The second pass would "
+    "read the new value. Remove the `tf.function`: Keras compiles the whole training "
+    "step."
 )
 
 
@@ -294,7 +295,6 @@ def test_assignments_that_keras_does_not_see(kind, mode):
     refused(
         lambda: trained(model, mode),
         "'held' assigns to a `tf.Variable`, or to a weight inside of a `tf.function` "
-        f"({kind}): recomputed, it would assign twice. Keep what a call changes in a "
-        "weight made by `add_weight(trainable=False)`, and assign to it outside of "
-        "`tf.function`s.",
+        f"({kind}). Recomputed, it would assign twice. Create the state by "
+        "`add_weight(trainable=False)`, and assign to it outside of any `tf.function`.",
     )

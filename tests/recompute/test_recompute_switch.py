@@ -160,19 +160,18 @@ def test_a_layer_that_is_called_twice_has_two_states():
 def test_a_pattern_that_matches_nothing():
     refused(
         lambda: ka.recompute(model_of(), "blok_*"),
-        "No layer inside of 'functional' matches 'blok_*'. Layers are named, for "
-        "example: block_1, block_0. A model that makes its layers in `build` has to be "
-        "built before.",
+        "No layer inside of 'functional' matches 'blok_*'. Names of its layers: block_1, "
+        "block_0. A model that creates its layers in `build` must be built first.",
     )
     refused(
         lambda: ka.recompute(keras.Sequential(name="empty"), Busy),
-        f"No layer inside of 'empty' matches {Busy!r}. A model that makes its layers in "
-        "`build` has to be built before.",
+        f"No layer inside of 'empty' matches {Busy!r}. A model that creates its layers "
+        "in `build` must be built first.",
     )
     refused(
         lambda: ka.recompute(nested(), "pair", keep="norm_*"),
-        "No layer inside of what is recomputed matches keep=['norm_*']. Layers are "
-        "named, for example: one, two.",
+        "No layer inside of the recomputed ones matches keep=['norm_*']. Names of layers "
+        "there: one, two.",
     )
 
 
@@ -180,25 +179,25 @@ def test_other_bad_selections():
     model = model_of()
     refused(
         lambda: ka.recompute(model),
-        "Give one of `select`, the layers to recompute, and `segments`, how to cut a "
-        "chain of layers. Received: select=None, segments=None",
+        "Pass exactly one of `select` (which layers to recompute) and `segments` (into "
+        "how many segments to cut the model). Received: select=None, segments=None",
     )
     refused(
         lambda: ka.recompute(model, [model]),
-        "'functional' is the model itself: to recompute all of it at once would keep "
-        "nothing and save nothing, since all of it would be there again. Select layers "
-        "inside of it, or pass `segments='sqrt'`.",
+        "'functional' is the model itself. Recomputing all of it at once saves no "
+        "memory: the second pass would hold all activations again. Select layers inside "
+        "of it, or pass `segments='sqrt'`.",
     )
     other = layers.Dense(3, name="other")
     refused(
         lambda: ka.recompute(model, other),
-        "Received a layer that 'functional' does not have: <Dense name=other, "
-        "built=False>",
+        "'functional' does not contain the layer that was selected: <Dense name=other, "
+        "built=False>. Select layers inside of the model.",
     )
     refused(
         lambda: ka.recompute(model, 3),
         "`select` must be a pattern of names, a class, a function from a layer to bool, "
-        "a layer or a list of layers. Received: 3",
+        "a layer, or a list of layers. Received: 3 of type int",
         TypeError,
     )
 
@@ -207,8 +206,8 @@ def test_a_layer_that_is_recomputed_already():
     model = model_of()
     handle = ka.recompute(model, "block_1")
     message = (
-        "'block_1' is recomputed or kept already. Call `undo()` of the handle that "
-        "`recompute` gave before, or leave it out."
+        "'block_1' is already recomputed, or its outputs are already kept. Call `undo()` "
+        "on the handle of that `recompute`, or do not select it again."
     )
     refused(lambda: ka.recompute(model, "block_*"), message)
     # Nothing was changed on the way there.
@@ -226,8 +225,8 @@ def test_a_layer_of_a_remat_scope():
         layer = layers.Dense(8, name="inside")
     refused(
         lambda: ka.recompute(holder(layer), "inside"),
-        "'inside' was made in a `keras.RematScope`, which recomputes it in a way of its "
-        "own. Make it outside of one.",
+        "'inside' was created in a `keras.RematScope`, so Keras already recomputes it. "
+        "Create it outside of the scope.",
     )
 
 
@@ -258,8 +257,8 @@ def trains(function, mode="eager"):
 def test_random_numbers_of_tensorflows_own(mode):
     refused(
         trains(lambda layer, x: x * tf.random.uniform(tf.shape(x)), mode),
-        "'held' draws random numbers from a state of TensorFlow's own (RandomUniform): "
-        "its second pass would draw others. Use `keras.random`, with a "
+        "'held' draws random numbers from TensorFlow's own state (RandomUniform). The "
+        "second pass would draw others. Use `keras.random` with a "
         "`keras.random.SeedGenerator` of the layer.",
     )
     # The control: Keras's own are fine, with and without a generator.
@@ -290,9 +289,9 @@ def in_a_case(draw):
 def test_random_numbers_of_tensorflows_own_inside_of_functions(inside, mode):
     refused(
         trains(inside(lambda x: tf.random.normal(tf.shape(x))), mode),
-        "'held' draws random numbers from a state of TensorFlow's own "
-        "(RandomStandardNormal): its second pass would draw others. Use `keras.random`, "
-        "with a `keras.random.SeedGenerator` of the layer.",
+        "'held' draws random numbers from TensorFlow's own state (RandomStandardNormal). "
+        "The second pass would draw others. Use `keras.random` with a "
+        "`keras.random.SeedGenerator` of the layer.",
     )
     # The control: no state, no matter.
     trains(inside(lambda x: tf.random.stateless_uniform((8,), [1, 2])), mode)()
@@ -324,11 +323,11 @@ def test_a_tensor_that_is_not_among_the_arguments(mode):
         return run
 
     message = (
-        "'held' uses a tensor, a `tf.Variable` that is no Keras weight, or the weights "
-        "of a `tf.function`, which needs a gradient and is not among the arguments of "
-        "its call: recomputed, it would get none. Pass it as an argument, leave the "
-        "`tf.function` out (Keras compiles the whole step), or recompute a layer around "
-        "both."
+        "'held' uses something that needs a gradient and is not an argument of its call: "
+        "a tensor from outside, a `tf.Variable` that is no Keras weight, or the weights "
+        "of a `tf.function`. Recomputed, it would get no gradient. Pass the tensor as an "
+        "argument, make the variable a Keras weight, remove the `tf.function`, or "
+        "recompute a layer around both."
     )
     refused(step(lambda layer, x: x + kept["x"]), message)
     refused(step(lambda layer, x: x * scale), message)
@@ -380,10 +379,9 @@ def test_what_has_a_state_inside_of_a_loop(branch, mode):
     path = next(v.path for v in model.non_trainable_variables)
     refused(
         lambda: gradients(model, mode=mode),
-        f"'loops' assigns to ['{path}'] inside of a loop or a branch of TensorFlow's, "
-        "out of which their new values cannot be taken. What has a state, dropout with a "
-        "seed of its own included, must be called outside of it, or be left out of what "
-        "is recomputed.",
+        f"'loops' assigns to ['{path}'] inside of a TensorFlow loop or branch. The new "
+        "values cannot leave it, so the state could not move once. Call layers with a "
+        "state (dropout has one, its seed) outside of the loop, or do not recompute them.",
     )
 
 
@@ -431,9 +429,8 @@ def test_assignments(mode):
     refused(
         trains(assigns, mode),
         "'held' assigns to trainable weights in its call: ['sequential/held/memory']. "
-        "Its second pass would see other weights than the first. Recompute layers "
-        "around it "
-        "or inside of it, or keep what it assigns in non-trainable weights.",
+        "The second pass would read other weights than the first. Make these weights "
+        "non-trainable (`add_weight(trainable=False)`), or recompute other layers.",
     )
 
 
@@ -446,9 +443,9 @@ def test_a_cache_on_a_layer(shape, mode):
 
     refused(
         trains(caches, mode),
-        "'held' keeps a tensor of its call in `held.cache`, where the second pass would "
-        "put another one. Return it from the call and pass it in again, or keep it in a "
-        "non-trainable weight.",
+        "'held' keeps a tensor of its call in `held.cache`. The second pass would "
+        "replace it. Return it from the call and pass it in at the next one, or keep it "
+        "in a non-trainable weight.",
     )
 
 
@@ -486,8 +483,8 @@ def test_verify_names_the_layer_that_differs(mode):
     refused(
         lambda: gradients(model, mode=mode),
         "'block' cannot be recomputed: called twice with the same arguments and state, "
-        "'noise' gives different outputs. What a call depends on must be an argument, a "
-        "weight, or a `keras.random.SeedGenerator`.",
+        "'noise' returns different outputs. A call may depend only on its arguments, on "
+        "weights, and on a `keras.random.SeedGenerator`.",
     )
     model = make(layers.Dropout(0.5))
     with ka.recompute(model, "block", verify=True):
@@ -527,7 +524,7 @@ def test_verify_of_ragged_arguments(mode, random):
 
     step = in_mode(step, mode)
     if random:
-        with pytest.raises(ValueError, match="'rows' gives different outputs"):
+        with pytest.raises(ValueError, match="'rows' returns different outputs"):
             step(ragged)
     else:
         assert np.abs(step(ragged)).max() > 0
@@ -698,7 +695,7 @@ def test_a_cell_inside_of_its_own_loop():
     refused(
         lambda: ka.recompute(model, "*cell*"),
         "'gru_cell' is called in the loop of 'gru', which draws the dropout masks of its "
-        "cells before, and drops them after. Recompute 'gru', or a layer around it.",
+        "cells outside of the loop. Recompute 'gru' instead, or a layer around it.",
     )
     # As told there:
     x = np.stack([X] * 5, axis=1) * np.arange(1, 6)[:, None].astype("float32")
@@ -724,9 +721,9 @@ def test_a_call_that_is_compiled_by_itself():
     ka.recompute(model, "own")
     refused(
         lambda: gradients(model),
-        "'own' in 'own' has a call that is a `tf.function`: it would remember the "
-        "weights of the first pass as constants. Leave the decorator out; Keras compiles "
-        "the whole training step.",
+        "The call of 'own' in 'own' is a `tf.function`. It would hold the weights of the "
+        "first pass as constants. Remove the decorator: Keras compiles the whole "
+        "training step.",
     )
 
 
