@@ -144,6 +144,11 @@ def recompute(
     References:
         Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
     """
+    if not isinstance(model, keras.layers.Layer):
+        raise TypeError(
+            "`model` must be a `keras.Model`, or a layer. Received: "
+            f"{model!r}{legacy_hint(model)}"
+        )
     if (select is None) == (segments is None):
         raise ValueError(
             "Pass exactly one of `select` (which layers to recompute) and `segments` "

@@ -27,7 +27,7 @@ from .._backend.private.layers import (
     is_symbolic,
     save_context,
 )
-from .._backend.private.losses import take_loss
+from .._backend.private.losses import is_sum, mark_as_sum, take_loss
 from .._backend.private.tapes import could_record, unrecorded
 from .barrier import release_together
 from .checks import (
@@ -155,7 +155,9 @@ class _TwoPasses:
         for variable in scope.assigned.values():
             variable.assign(scope.get_current_value(variable))
         count = len(outputs.differentiable)
-        for layer, loss in zip(owners, results[count : count + len(losses)]):
+        for layer, loss, before in zip(owners, results[count:], losses):
+            if is_sum(before):
+                mark_as_sum(loss)
             # Some models override `add_loss` to raise.
             keras.layers.Layer.add_loss(layer, loss)
         return outputs.pack(results[:count], outputs.nondifferentiable)
