@@ -1044,6 +1044,35 @@ def statistics_are_pooled_over_the_window_of_each_replica(strategy, mode):
     assert_differ(moving(found), moving(other))
 
 
+@scenario
+def statistics_of_replaced_layers_are_pooled_too(strategy, mode):
+    """Replaced outside of the scope in which the model was made; replica 0's are saved."""
+    x, y = data(12)
+
+    def train_one(replace, rows, **how):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            layers = [keras.layers.BatchNormalization(), keras.layers.Dense(3)]
+            model = keras.Sequential([keras.Input((5,)), *layers])
+        before = model(x).numpy()
+        if replace:
+            ka.replace_batch_normalization(model)
+        assert_equal(model(x).numpy(), before)
+        how = {"loss": "mse", "mode": mode, "epochs": 1, **how}
+        train(lambda: model, (x, y), how.pop("optimizer", sgd), strategy, **how)
+        pooled = [0.01 * x[rows].mean(0), 0.99 + 0.01 * x[rows].var(0)]
+        norm = model.layers[0]
+        return [norm.moving_mean.numpy(), norm.moving_variance.numpy()], pooled
+
+    routes = (
+        (slice(6), {"split": {"accum_steps": 3}}),
+        ([0, 1, 4, 5, 8, 9], {"batch_size": 4, "optimizer": accumulating(steps=3)}),
+    )
+    for rows, how in routes:
+        assert_close(*train_one(True, rows, **how))
+        assert_differ(*train_one(False, rows, **how))
+
+
 def convolving():
     keras.utils.set_random_seed(1)
     inputs = keras.Input((5,))
