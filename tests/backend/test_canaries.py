@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import assert_refused, dense_model
+from keras.src.backend.tensorflow import trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as keras_loss
 
@@ -84,6 +85,14 @@ def hide_seed(patch):
     patch.setattr(randomness, "GLOBAL_SEED_GENERATOR", "moved")
 
 
+def hide_regularizers(patch):
+    patch.setattr(keras.Model, "_aggregate_additional_loss", lambda self, loss: 2 * loss)
+
+
+def hide_workers(patch):
+    patch.delattr(trainer, "_collective_all_reduce_multi_worker")
+
+
 MOVED = {
     hide_reduction: "AttributeError: 'SGD' object has no attribute "
     "'_all_reduce_sum_gradients'.",
@@ -94,6 +103,8 @@ MOVED = {
     hide_logits: "the logits of `sigmoid`.",
     hide_context: "the arguments that layers pass down.",
     hide_seed: "the global seed generator.",
+    hide_regularizers: "the regularizers of weights.",
+    hide_workers: "`_collective_all_reduce_multi_worker`.",
 }
 
 
@@ -190,7 +201,6 @@ LOUD = {
     "losses.multiply_vector_losses": "reads `_losses`, which has a canary",
     "losses.observe_training_losses": "replaces `_compute_loss`, which has a canary",
     "losses.parts_of_a_window": "sets what is this package's",
-    "losses.regularization": "calls methods, or raises",
     "losses.remember_sums": "keeps what is this package's",
     "losses.take_heard_losses": "asks what is this package's",
     "losses.tell_activity_losses": "is for versions that do not change any more",

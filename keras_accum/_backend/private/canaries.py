@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow import trainer
 from keras.src.random.seed_generator import draw_seed
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.eager import context as tf_context
@@ -112,6 +113,16 @@ def training_steps_are_seen(model: keras.Model) -> None:
     _expect(float(tracker.result()) == 7.0, "the metric that `fit` shows as `loss`")
     _expect(len(models.all_metrics(model)) == 2, "compiled metrics")
     _expect(len(models.state_of_layers(model)) == 4, "the state of layers")
+
+
+def regularizers_are_summed(model: keras.Model) -> None:
+    """The regularizers of weights can be had apart from what layers add in a call."""
+    kernel = model.get_layer("dense").kernel
+    kernel.assign([[3.0]])
+    kernel.regularizer = keras.regularizers.L2(0.5)
+    total = losses.regularization(model)
+    kernel.regularizer = None
+    _expect(total is not None and float(total) == 4.5, "the regularizers of weights")
 
 
 def compile_asks_an_optimizer(model: keras.Model) -> None:
@@ -262,6 +273,14 @@ def optimizers_can_be_steered(_: keras.Model) -> None:
     _expect(local, "the part of a variable that is on one replica")
 
 
+def fit_can_be_mended_under_strategies(_: keras.Model) -> None:
+    """What `patch_distribution_bugs` replaces, and what it asks of Keras."""
+    build = hasattr(trainer.TensorFlowTrainer, "_maybe_symbolic_build")
+    _expect(build, "`TensorFlowTrainer._maybe_symbolic_build`")
+    for name in ("_collective_all_reduce_multi_worker", "reduce_per_replica"):
+        _expect(hasattr(trainer, name), f"`{name}`")
+
+
 def graphs_and_tapes_can_be_asked(_: keras.Model) -> None:
     """XLA is noticed while tracing, and tapes while they record."""
     compiles: list[bool] = []
@@ -288,6 +307,7 @@ def graphs_and_tapes_can_be_asked(_: keras.Model) -> None:
 CANARIES: tuple[Callable[[keras.Model], None], ...] = (
     losses_are_heard,
     training_steps_are_seen,
+    regularizers_are_summed,
     compile_asks_an_optimizer,
     tensors_carry_masks_and_logits,
     calls_have_their_context,
@@ -296,6 +316,7 @@ CANARIES: tuple[Callable[[keras.Model], None], ...] = (
     layers_can_be_wrapped,
     randomness_is_found,
     optimizers_can_be_steered,
+    fit_can_be_mended_under_strategies,
     graphs_and_tapes_can_be_asked,
 )
 
