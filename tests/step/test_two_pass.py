@@ -184,7 +184,8 @@ def test_metrics_inside_layers_see_every_sample_once():
     _, logs = train_twice(make, views(), "graph", STEPS, options=options, two_pass=True)
     _, expected = train_twice(make, views(), options=options)
     assert_close(logs["follow"], expected["follow"], 2e-6)
-    assert (logs["calls"], expected["calls"]) == (3, 1)
+    # Of one batch from Keras 3.15 on, of both before.
+    assert logs["calls"] == 3 * expected["calls"] > 0
 
 
 class Penalty(keras.layers.Layer):
