@@ -95,7 +95,8 @@ class OneValue(layers.Layer):
         )
 
     def call(self, inputs):
-        self.add_loss(self.scale * self.function(inputs))
+        value = self.scale * self.function(inputs)
+        self.add_loss(keras.ops.cast(value, "float32"))  # As Keras wants them.
         return inputs
 
 
@@ -124,6 +125,21 @@ def test_one_value_that_is_a_sum_over_samples_adds_up(split, start, eager, recwa
     expected = check(make, SPLITS[split], run_eagerly=eager)
     mean = make(layers.Dropout(0.0), OneValue(mean_of_squares, start), Mean())
     assert_differ(expected, train(lambda: mean, 13, run_eagerly=eager)[0])
+    assert told(recwarn) == []
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_the_kind_is_known_in_half_precision_too(policy, recwarn):
+    keras.config.set_dtype_policy(policy)
+    found = {}
+    for function in (sum_of_squares, mean_of_squares):
+        model = ka.accumulate(stack(OneValue(function)), micro_batch_size=4)
+        model.compile("sgd", "mse", run_eagerly=True)
+        found[function] = model.train_on_batch(X, Y)
+        plain = stack(OneValue(function))
+        plain.compile("sgd", "mse", run_eagerly=True)
+        assert_close(found[function], plain.train_on_batch(X, Y), 1e-2)
+    assert_differ(*found.values(), by=0.1)
     assert told(recwarn) == []
 
 
