@@ -1,7 +1,11 @@
 """What the documents say is so: commands, code, names and figures."""
 
+import functools
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -13,8 +17,76 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+# They make strategies, of which a process can have one.
+IN_A_PROCESS = {"guides/several_gpus.md", "guides/several_machines.md"}
+
+
+def blocks(language, text=README):
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def program(page):
+    """The code of a page from top to bottom, each line where the page has it."""
+    lines, language = [], None
+    for line in (DOCS / page).read_text().splitlines():
+        if line.startswith("```"):
+            language = line[3:] if language is None else None
+            line = ""
+        lines.append(line if language == "python" else "")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if program(page).strip()])
+def test_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if page in IN_A_PROCESS:
+        (tmp_path / "page.py").write_text(program(page))
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "-1",
+            "PYTHONPATH": str(ROOT),
+        }
+        environment.pop("TF_CONFIG", None)
+        ended = subprocess.run(
+            [sys.executable, "page.py"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=environment,
+        )
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        return
+    monkeypatch.setattr(keras.Model, "compile", eagerly(keras.Model.compile))
+    exec(compile(program(page), str(DOCS / page), "exec"), {"__name__": page})
+
+
+def eagerly(compile_model):
+    """`Model.compile`, in eager mode where nothing is said: it saves the tracing."""
+
+    @functools.wraps(compile_model)
+    def wrapped(*args, **kwargs):
+        if not {"jit_compile", "run_eagerly"} & set(kwargs):
+            kwargs["run_eagerly"] = True
+        return compile_model(*args, **kwargs)
+
+    return wrapped
+
+
+def test_every_page_is_in_the_site_and_every_figure_has_a_script():
+    named = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text())
+    assert sorted(named) == PAGES
+    figures = list((DOCS / "figures").glob("*.png"))
+    assert figures
+    for figure in figures:
+        assert figure.with_suffix(".py").exists()
+
+
+def test_reference_has_every_public_name():
+    reference = (DOCS / "api.md").read_text()
+    for name in vars(ka):
+        assert name.startswith("_") or f"::: keras_accum.{name}\n" in reference
 
 
 def test_readme_has_two_commands_and_ci_runs_them():
