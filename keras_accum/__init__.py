@@ -10,6 +10,8 @@ from ._batch_norm import AccumBatchNormalization as AccumBatchNormalization
 from ._batch_norm import replace_batch_normalization as replace_batch_normalization
 from ._callbacks import AccumulationMonitor as AccumulationMonitor
 from ._core.accumulate import accumulate_gradients as accumulate_gradients
+from ._insight.equivalence import check_equivalence as check_equivalence
+from ._insight.report import Report as Report
 from ._optimizer.wrapper import AccumOptimizer as AccumOptimizer
 from ._optimizer.wrapper import (
     GradientAccumulationOptimizer as GradientAccumulationOptimizer,

@@ -1,10 +1,12 @@
 """Warnings that point at the line of the user's that led to them."""
 
+import contextlib
 import sys
 import threading
 import types
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 # Between a user's line and a warning stand these, and what AutoGraph has generated.
@@ -17,6 +19,25 @@ _LIBRARIES = {
 _said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
+_collecting: list[list[str]] = []
+
+
+@contextlib.contextmanager
+def collected_warnings() -> Iterator[list[str]]:
+    """Collect what `warn` is given inside of the context; nobody counts as told by it."""
+    found: list[str] = []
+    _collecting.append(found)
+    try:
+        yield found
+    finally:
+        _collecting.remove(found)
+
+
+def is_collecting() -> bool:
+    """Whether warnings are collected, so that nobody is told."""
+    return bool(_collecting)
+
+
 def warn(message: str, about: Any = None) -> None:
     """Warn by a `UserWarning` at the innermost line that is neither Keras's nor ours.
 
@@ -25,6 +46,10 @@ def warn(message: str, about: Any = None) -> None:
         about: the model or optimizer that it is about, which is told it only once: a
             step may be traced, or run, more often than that.
     """
+    if _collecting:
+        if message not in _collecting[-1]:
+            _collecting[-1].append(message)
+        return
     if about is not None:
         said = _said.setdefault(about, set())
         if message in said:

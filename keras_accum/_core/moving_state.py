@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from .._backend.private.layers import flatten_layers, own_state
-from .._backend.warn import warn
+from .._backend.warn import is_collecting, warn
 
 
 def moving_layers(model: keras.Model) -> list[keras.layers.Layer]:
@@ -106,7 +106,8 @@ def warn_of_moving(model: keras.Model, layers: Sequence[keras.layers.Layer]) -> 
     told = _told.setdefault(model, weakref.WeakSet())
     new = [layer for layer in layers if layer not in told]
     if new:
-        told.update(new)
+        if not is_collecting():
+            told.update(new)
         warn(describe_moving(new))
 
 
