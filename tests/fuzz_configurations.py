@@ -290,10 +290,6 @@ _RULES = (
     (lambda c: c.lengths == "unmasked" and c.model != "tokens", "steps are coupled"),
     (lambda c: c.lengths == "unmasked" and c.outputs > 1, "steps are coupled"),
     (lambda c: c.features != "float32" and c.tokens, "tokens"),
-    (
-        lambda c: c.feed == "generator" and c.lengths in ("trimmed", "unmasked"),
-        "Keras reads shapes off two batches",
-    ),
     # Losses.
     (lambda c: c.loss in FUNCTIONS and c.outputs > 1, "functions of one output"),
     (lambda c: c.loss == "valid" and c.sequences, "samples that count"),

@@ -222,6 +222,8 @@ def check_sums(terms: Terms, owner: Any) -> None:
             "`AccumOptimizer(..., reduction='mean')` takes their weighted mean; or give "
             "the loss `reduction='sum'`."
         )
+    elif any(term.kind == "unknown" for term in terms.compiled):
+        warn(_SCALAR_ADDED_UP, about=owner)
     elif terms.scalars:
         warn(_ADDED_TO_SUM, about=owner)
 
@@ -273,6 +275,12 @@ _SCALAR = (
 _SCALAR_REMEDY = (
     "Return one value per sample and let Keras take the mean; or use `accumulate(model, "
     "..., two_pass=True)`, which is exact for any loss of the predictions."
+)
+_SCALAR_ADDED_UP = (
+    "A loss function returns a scalar, which an optimizer with `reduction='sum'` adds up "
+    "over the micro-batches. It is the large batch if it is a sum over samples, and there "
+    "are no sample weights: of a scalar, Keras takes the mean by them. Return one value "
+    "per sample, from a loss with `reduction='sum'`."
 )
 _VECTORS = (
     "A layer of this model passes to `add_loss` what adds up over samples: several values, "

@@ -289,6 +289,29 @@ def test_the_optimizer_warns_of_added_losses_of_another_kind(inside, reduction, 
         train(lambda: stack(inside()), 4, accumulating(reduction), loss=loss)
 
 
+def total(y, y_pred):
+    return tf.reduce_sum(tf.square(y - y_pred))
+
+
+def test_a_scalar_that_is_added_up_is_said_once():
+    """It may be a sum; with sample weights Keras takes a mean of it."""
+    said = (
+        "A loss function returns a scalar, which an optimizer with `reduction='sum'` adds "
+        "up over the micro-batches. It is the large batch if it is a sum over samples, and "
+        "there are no sample weights: of a scalar, Keras takes the mean by them. Return "
+        "one value per sample, from a loss with `reduction='sum'`."
+    )
+    gap = []
+    for weights in (None, (0.1 + np.arange(13) % 4).astype("float32")):
+        how = {"loss": total, "weights": weights}
+        expected, _ = train(stack, 13, keras.optimizers.SGD(0.01), **how)
+        with pytest.warns(UserWarning) as caught:
+            found, _ = train(stack, 4, accumulating("sum"), **how)
+        assert told(caught) == [said]
+        gap.append(np.abs(found[0] - expected[0]).max())
+    assert gap[0] < 1e-6 < 1e-3 < gap[1]
+
+
 def valid(y, y_pred):
     """The losses of those samples alone whose target is positive."""
     return tf.boolean_mask(tf.reduce_mean(tf.square(y - y_pred), -1), y[:, 0] > 0)
