@@ -12,7 +12,7 @@ import keras
 
 from .._backend.attribute_patch import AttributePatch
 from .._backend.private import canaries
-from .._backend.private.graphs import graph_of, nodes_of, run_by, runner_of
+from .._backend.private.graphs import run_by
 from .._backend.private.layers import (
     call_method,
     flatten_layers,
@@ -22,8 +22,9 @@ from .._backend.private.layers import (
 )
 from .._backend.private.versions import legacy_hint
 from .block import Block
+from .parts import GraphInSegments, by_graph, is_recomputed
 from .passes import Keep
-from .segments import GraphInSegments
+from .segments import Division, name_of_segment
 from .select import Layer, Select, layers_inside, select_layers
 
 
@@ -108,11 +109,15 @@ def recompute(
         select: which layers of it to recompute, at any depth. A pattern of names with `*`
             and `?` (of paths, if it has a `/`), a class or a tuple of classes, a function
             from a layer to bool, a layer, or a list of layers.
-        segments: instead of `select`, for a built functional or `Sequential` model: into
-            how many segments to cut it. An int of at least 2, or `"sqrt"` for the root of
-            the number of its layers. Cuts are placed where the tensors that cross them
-            and the largest segment take the least memory, skip connections included. All
-            segments but the last are recomputed; the last one is differentiated first.
+        segments: instead of `select`, for a built model: into how many segments to cut
+            it. An int of at least 2, or `"sqrt"` for the root of the number of its
+            layers. A training step is traced, which tells what each layer keeps; it does
+            not run. Cuts are placed where the tensors that cross them and the largest
+            segment take the least memory, skip connections included. Models and layers
+            inside that hold more than a segment should are cut themselves: between the
+            calls of a functional or `Sequential` model; of any other, the layers inside
+            that have layers inside become a segment each. All segments but the last are
+            recomputed; the last one is differentiated first.
         keep: str or list of str, patterns of names of layers inside of recomputed ones.
             Their outputs are kept. `keep="*dense*"` recomputes attention and
             normalisation, but not the matrix products (Korthikanti et al., 2022,
@@ -128,12 +133,13 @@ def recompute(
 
     Raises:
         ValueError: if nothing matches, the model itself is selected, a match is already
-            recomputed or was created in a `keras.RematScope`, or `model` has no graph to
-            cut. Later, in a training step, if a part cannot be computed twice: it draws
-            from TensorFlow's own random state, uses a tensor that needs a gradient and is
-            not an argument, assigns to trainable weights or inside of a TensorFlow loop,
-            keeps a tensor in an attribute, or, with `verify`, returns something else the
-            second time.
+            recomputed or was created in a `keras.RematScope`, or `model` cannot be cut
+            into segments, or not so that it needs less memory; the message then names
+            what would save more, if anything does. Later, in a training step, if a part
+            cannot be computed twice: it draws from TensorFlow's own random state, uses a
+            tensor that needs a gradient and is not an argument, assigns to trainable
+            weights or inside of a TensorFlow loop, keeps a tensor in an attribute, or,
+            with `verify`, returns something else the second time.
         TypeError: if `select` or `segments` has another type.
 
     If a part has several results and the loss uses only some of them, weights that only
@@ -169,10 +175,7 @@ def _recompute_layers(
         _check_free(layer)
         _check_cell(model, layer)
     shadows = _keep(kept)
-    for layer in layers:
-        method = call_method(layer)
-        block = Block(getattr(layer, method), [layer], layer.name, verify=verify)
-        shadows.append(AttributePatch(layer, method, block))
+    shadows += _as_blocks(layers, verify)
     _trace_anew(model)
     return Recomputation(model, shadows, [layer.name for layer in layers], kept)
 
@@ -180,38 +183,31 @@ def _recompute_layers(
 def _recompute_segments(
     model: Layer, segments: str | int, keep: str | Sequence[str], verify: bool
 ) -> Recomputation:
-    graph = graph_of(model)
-    if graph is None:
-        raise ValueError(
-            f"'{model.name}' has no graph of layers to cut into segments: it is "
-            "subclassed, or a Sequential model that is not built. Build it first, or "
-            "give the layers to recompute, as in `recompute(model, 'block_*')`."
-        )
-    if isinstance(runner_of(graph), GraphInSegments):
+    if is_recomputed(model):
         raise ValueError(_TWICE.format(name=model.name))
-    count = _count(segments, len(nodes_of(graph)))
-    kept = layers_inside([graph], keep)
-    for layer in kept:
+    found = Division(model, _count(segments)).segments
+    layers = [part.operation for parts in found for part in parts if part.node is None]
+    calls = [parts for parts in found if parts[0].graph is not None]
+    kept = layers_inside([model], keep)
+    for layer in [*layers, *kept]:
         _check_free(layer)
         _check_cell(model, layer)
-    run = GraphInSegments(graph, count, verify)
-    shadows = [*_keep(kept), run_by(graph, run)]
+    shadows = _keep(kept) + _as_blocks(layers, verify)
+    for graph in by_graph(part for parts in calls for part in parts):
+        own = [parts for parts in calls if parts[0].graph is graph]
+        runner = GraphInSegments.recomputing(graph, own, verify)
+        shadows.append(run_by(graph, runner))
     _trace_anew(model)
-    return Recomputation(model, shadows, run.names, kept)
+    return Recomputation(model, shadows, [name_of_segment(s) for s in found], kept)
 
 
-def _count(segments: str | int, steps: int) -> int:
+def _count(segments: str | int) -> int | None:
     if segments == "sqrt":
-        segments = max(2, round(steps**0.5))
+        return None
     if isinstance(segments, bool) or not isinstance(segments, int):
         raise TypeError(
             f"`segments` must be 'sqrt' or an int. Received: {segments!r} of type "
             f"{type(segments).__name__}"
-        )
-    if not 2 <= segments <= steps:
-        raise ValueError(
-            "`segments` must be at least 2, since the last one is not recomputed, and at "
-            f"most the number of layers, {steps}. Received: {segments}"
         )
     return segments
 
@@ -246,6 +242,15 @@ _TWICE = (
 def _keep(layers: Sequence[Layer]) -> list[AttributePatch]:
     methods = [(layer, call_method(layer)) for layer in layers]
     return [AttributePatch(x, method, Keep(getattr(x, method))) for x, method in methods]
+
+
+def _as_blocks(layers: Sequence[Layer], verify: bool) -> list[AttributePatch]:
+    shadows = []
+    for layer in layers:
+        method = call_method(layer)
+        block = Block(getattr(layer, method), [layer], layer.name, verify=verify)
+        shadows.append(AttributePatch(layer, method, block))
+    return shadows
 
 
 def _trace_anew(model: Layer) -> None:

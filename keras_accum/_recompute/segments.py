@@ -1,44 +1,54 @@
-"""Cutting a graph of layers into segments, of which only the boundaries are kept.
+"""Cutting a model into segments, of which only the boundaries are kept.
 
 Of a chain of N layers cut into n segments, the boundaries and the inside of one segment
 are in memory at a time: about n + N/n activations, least at n = √N (Chen et al., 2016,
 "Training Deep Nets with Sublinear Memory Cost"). Layers differ in size and graphs have
 skip connections, so a cut costs what crosses it; cuts are placed where the sum of what
 crosses them and the largest segment is least.
+
+A segment is in one graph. A step that holds more than a segment should is entered: a
+nested model is cut by itself, and of a layer without a graph the layers inside are
+recomputed one by one.
 """
 
+import collections
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from .._backend.private.graphs import (
-    Functional,
-    graph_of,
-    nodes_of,
-    pack_outputs,
-    runner_of,
-)
-from .block import Block
+from .parts import Part, parts_of
+from .weigh import trace_step
+
+# A step is entered if it holds so many times more than the mean segment.
+TOO_LARGE = 1.5
+# The layers inside of one without a graph stand for it if they hold this share of it.
+MOST = 0.5
+# Steps that hold less than this share of the mean segment are not worth recomputing.
+LITTLE = 0.1
+# Cutting has to leave less than this share of the memory.
+USELESS = 0.95
+
+# Tensors that steps leave: the step, the last step that takes it, bytes.
+Outputs = Sequence[tuple[int, int, float]]
 
 
-def place(sizes: Sequence[int], last_uses: Sequence[int], count: int) -> list[int]:
+def place(sizes: Sequence[float], outputs: Outputs, count: int) -> list[int]:
     """Where to cut N steps into `count` segments.
 
     Args:
-        sizes: what each step makes, in bytes.
-        last_uses: the last step that uses what each made; N for what is used after all.
+        sizes: the bytes that the backward pass needs of each step.
+        outputs: the tensors that steps leave for later ones; N is the last step that
+            takes what is used after all.
         count: int, 1 to N.
 
     Returns:
         The first step of each segment but the first. What the segments but the last keep,
         plus the largest segment, is within 2 % of the least there is.
     """
-    kept, inside = _costs(np.asarray(sizes, "float64"), np.asarray(last_uses))
+    kept, inside = _costs(np.asarray(sizes, "float64"), outputs)
     best: tuple[float, list[int]] = (math.inf, [])
     limit = inside[0, -1]
     while (
@@ -49,18 +59,18 @@ def place(sizes: Sequence[int], last_uses: Sequence[int], count: int) -> list[in
         largest = max(inside[i, j] for i, j in pairs)
         total = largest + sum(kept[i, j] for i, j in pairs[:-1])
         best = min(best, (total, cuts))
-        limit = 0.98 * largest
+        limit = 0.98 * largest if largest else -1.0
     return best[1]
 
 
-def _costs(sizes: np.ndarray, last_uses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _costs(sizes: np.ndarray, outputs: Outputs) -> tuple[np.ndarray, np.ndarray]:
     """Bytes that outlive a segment of the steps i to j - 1, and bytes inside of it."""
     steps = len(sizes)
     kept, inside = np.full((2, steps + 1, steps + 1), math.inf)
-    ends = np.arange(steps + 1)
-    # What step k made crosses a cut at j if j is behind k, and not behind its last use.
-    crosses = (ends > np.arange(steps)[:, None]) & (ends <= last_uses[:, None])
-    crossing = np.cumsum(np.where(crosses, sizes[:, None], 0.0)[::-1], axis=0)[::-1]
+    crossing = np.zeros((steps, steps + 1))  # Of each step, the bytes that cross a cut.
+    for made, used, size in outputs:
+        crossing[made, made + 1 : used + 1] += size
+    crossing = np.cumsum(crossing[::-1], axis=0)[::-1]
     total = np.concatenate([[0.0], np.cumsum(sizes)])
     for i in range(steps):
         kept[i, i + 1 :] = crossing[i, i + 1 :]
@@ -87,85 +97,136 @@ def _cheapest(costs: np.ndarray, count: int) -> list[int] | None:
     return cuts
 
 
-class GraphInSegments:
-    """Runs a graph as Keras does, recomputing its segments.
-
-    All but the last: its gradient is the first to be asked for, when all that it computed
-    is there still (as in `torch.utils.checkpoint.checkpoint_sequential`).
+class Division:
+    """A model in segments, by a trace of what its backward pass keeps.
 
     Attributes:
-        names: of the segments that are recomputed, "first..last" layer.
+        trace: the trace.
+        segments: the segments to recompute, in the order in which they run: calls of one
+            graph, or a layer. Not the last one: its gradient is the first to be asked
+            for, when all that it computed is there still (as in
+            `torch.utils.checkpoint.checkpoint_sequential`).
+
+    Args:
+        model: a model, or a layer with layers inside.
+        count: int, how many segments; None for the root of the number of steps.
+
+    Raises:
+        ValueError: if there is nothing to cut, or nothing to gain.
     """
 
-    def __init__(self, graph: Functional, count: int, verify: bool) -> None:
-        self._graph, self._plain = graph, runner_of(graph)
-        segments = [
-            _Segment(graph, nodes) for nodes in cut(nodes_of(graph), graph, count)
-        ]
-        blocks = [segment.as_block(verify) for segment in segments[:-1]]
-        runs: list[Callable[..., Any]] = [*blocks, segments[-1]]
-        self._runs = list(zip(runs, segments))
-        self.names = [block.name for block in blocks]
+    def __init__(self, model: keras.layers.Layer, count: int | None) -> None:
+        self._model = model
+        self._parts = parts_of(model)
+        if not self._parts:
+            raise ValueError(
+                f"'{model.name}' has no graph of layers to cut into segments: it is "
+                "subclassed, or a Sequential model that is not built. Build it first, or "
+                "give the layers to recompute, as in `recompute(model, 'block_*')`."
+            )
+        least = _least_steps(self._parts)
+        if count is not None and not 2 <= count <= least:
+            raise ValueError(
+                "`segments` must be at least 2, since the last one is not recomputed, "
+                f"and at most the number of layers, {least}. Received: {count}"
+            )
+        self.trace = trace_step(model, self._parts)
+        steps = self._count_steps(self._parts)
+        self._mean = self.trace.kept_bytes_of_all(self._parts) / (
+            max(2, round(steps**0.5)) if count is None else count
+        )
+        found = [s for run in self._runs(self._parts) for s in self._cut(run)]
+        found = [s for s in dict.fromkeys(map(tuple, found)) if self.trace.is_called(s)]
+        found.sort(key=self.trace.first_operation)
+        self.segments: list[Sequence[Part]] = list(found[:-1])
+        self._check_gain()
 
-    def __call__(
-        self,
-        inputs: Any,
-        operation_fn: Callable[..., Any] = lambda operation: operation,
-        call_fn: Callable[..., Any] | None = None,
-    ) -> Any:
-        if call_fn is not None:
-            return self._plain(inputs, operation_fn, call_fn)
-        tensors = dict(zip(map(id, self._graph.inputs), keras.tree.flatten(inputs)))
-        for run, segment in self._runs:
-            values = run(operation_fn, *[tensors[i] for i in segment.inputs])
-            tensors.update(zip(segment.outputs, values))
-        return pack_outputs(self._graph, [tensors[id(x)] for x in self._graph.outputs])
+    def _count_steps(self, parts: Sequence[Part]) -> int:
+        return sum(
+            self._count_steps(part.parts) if self._can_enter(part) else 1
+            for part in parts
+        )
+
+    def _can_enter(self, part: Part) -> bool:
+        """Whether the parts inside of `part` stand for it."""
+        if not part.parts or part.parts[0].graph is not None:
+            return bool(part.parts)
+        inside = self.trace.kept_bytes_of_all(part.parts)
+        return inside >= MOST * self.trace.kept_bytes([part])
+
+    def _runs(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
+        """Steps that can be one segment: calls of a graph in a row, or a layer."""
+        run: list[Part] = []
+        for part in parts:
+            large = self.trace.kept_bytes([part]) > TOO_LARGE * self._mean
+            enter = large and self._can_enter(part)
+            if run and (enter or part.graph is None):
+                yield run
+                run = []
+            if enter:
+                yield from self._runs(part.parts)
+            else:
+                run.append(part)
+        if run:
+            yield run
+
+    def _cut(self, run: Sequence[Part]) -> list[Sequence[Part]]:
+        sizes = [self.trace.kept_bytes([part]) for part in run]
+        share = sum(sizes) / self._mean if self._mean else 0.0
+        count = min(max(1, round(share)), len(run))
+        if count == 1 and (share < LITTLE or not self.trace.saving(run)):
+            return []
+        cuts = place(sizes, self.trace.outputs(run), count)
+        return [run[i:j] for i, j in pairwise([0, *cuts, len(run)])]
+
+    def _check_gain(self) -> None:
+        plain = self.trace.peak([])
+        left = self.trace.peak(self.segments)
+        if self.segments and left <= USELESS * plain:
+            return
+        raise ValueError(
+            f"Cutting '{self._model.name}' into segments saves nothing: "
+            f"{min(left / plain, 1) if plain else 1:.0%} of what its backward pass needs "
+            f"would stay in memory. {self._advice(plain)}"
+        )
+
+    def _advice(self, plain: float) -> str:
+        """What saves more: the layers of a class that repeats, if there are such."""
+        classes: dict[type, list[Part]] = collections.defaultdict(list)
+        for part in dict.fromkeys(p for root in self._parts for p in root.all()):
+            if isinstance(part.operation, keras.layers.Layer):
+                classes[type(part.operation)].append(part)
+        left = {
+            kind: self.trace.peak([[p] for p in found if self.trace.is_called([p])])
+            for kind, found in classes.items()
+            if len(found) > 1
+        }
+        best = min(left, key=lambda kind: left[kind], default=None)
+        if best is None or left[best] > USELESS * plain:
+            return "No layers that repeat would save more: recompute nothing."
+        pattern = _pattern([part.name for part in classes[best]])
+        select = best.__name__ if pattern is None else repr(pattern)
+        return (
+            f"Recompute the layers that repeat, which leaves {left[best] / plain:.0%}: "
+            f"`recompute(model, {select})`."
+        )
 
 
-class _Segment:
-    """Some calls of a graph, as a function of the tensors that come in from before."""
-
-    def __init__(self, graph: Functional, nodes: Sequence[Any]) -> None:
-        self._nodes = nodes
-        made = dict.fromkeys(id(x) for node in nodes for x in node.outputs)
-        used = dict.fromkeys(id(x) for node in nodes for x in node.input_tensors)
-        others = [node for node in nodes_of(graph) if node not in nodes]
-        wanted = {id(x) for node in others for x in node.input_tensors}
-        wanted |= {id(x) for x in graph.outputs}
-        self.inputs = [i for i in used if i not in made]
-        self.outputs = [i for i in made if i in wanted]
-
-    def __call__(self, operation_fn: Callable[..., Any], *values: Any) -> list[Any]:
-        tensors = dict(zip(self.inputs, values))
-        for node in self._nodes:
-            args, kwargs = node.arguments.fill_in(tensors)
-            outputs = operation_fn(node.operation)(*args, **kwargs)
-            tensors.update(zip(map(id, node.outputs), keras.tree.flatten(outputs)))
-        return [tensors[i] for i in self.outputs]
-
-    def as_block(self, verify: bool) -> Block:
-        """The same, recomputed."""
-        operations = [node.operation for node in self._nodes]
-        layers = [x for x in operations if isinstance(x, keras.layers.Layer)]
-        name = f"{operations[0].name}..{operations[-1].name}"
-        return Block(self, layers, name, verify=verify)
+def _least_steps(parts: Sequence[Part]) -> int:
+    return sum(_least_steps(part.parts) if part.parts else 1 for part in parts)
 
 
-def cut(nodes: Sequence[Any], graph: Functional, count: int) -> list[Sequence[Any]]:
-    """The nodes of `graph` in `count` segments, in the order in which they run."""
-    users = {id(x): i for i, node in enumerate(nodes) for x in node.input_tensors}
-    users |= {id(x): len(nodes) for x in graph.outputs}
-    last_uses = [max(users.get(id(x), i) for x in n.outputs) for i, n in enumerate(nodes)]
-    starts = [0, *place([_bytes(n) for n in nodes], last_uses, count), len(nodes)]
-    return [nodes[i:j] for i, j in pairwise(starts)]
+def _pattern(names: Sequence[str]) -> str | None:
+    """A pattern that matches all of `names`; None if they have no beginning in common."""
+    shortest = min(names, key=len)
+    ends = range(len(shortest), 0, -1)
+    common = [
+        shortest[:n] for n in ends if all(x.startswith(shortest[:n]) for x in names)
+    ]
+    return f"{common[0]}*" if common else None
 
 
-def _bytes(node: Any) -> int:
-    """What a call computes for one sample, as far as shapes tell."""
-    inner = graph_of(node.operation)
-    if inner is not None:
-        return sum(_bytes(inner_node) for inner_node in nodes_of(inner))
-    return sum(
-        math.prod(size or 1 for size in x.shape) * tf.as_dtype(x.dtype).size
-        for x in node.outputs
-    )
+def name_of_segment(parts: Sequence[Part]) -> str:
+    """The names of its first and last call, or of its layer."""
+    first, last = parts[0], parts[-1]
+    return first.name if first.graph is None else f"{first.name}..{last.name}"

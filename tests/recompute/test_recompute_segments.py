@@ -28,6 +28,11 @@ def cost(sizes, last_uses, cuts):
     return sum(sizes[k] for k in kept) + max(segments)
 
 
+def outputs(sizes, last_uses):
+    """One tensor of each step, as `place` takes them."""
+    return [(k, used, size) for k, (used, size) in enumerate(zip(last_uses, sizes))]
+
+
 def least(sizes, last_uses, count):
     """The least cost of all ways to cut."""
     ways = itertools.combinations(range(1, len(sizes)), count - 1)
@@ -42,7 +47,7 @@ def test_cuts_are_the_best_of_all(seed):
     # Chains with skip connections, some of them to the end.
     last_uses = [int(min(steps, k + rng.choice([1, 1, 1, 3, 9]))) for k in range(steps)]
     for count in range(1, steps + 1):
-        cuts = place(sizes, last_uses, count)
+        cuts = place(sizes, outputs(sizes, last_uses), count)
         assert len(cuts) == count - 1 and cuts == sorted(set(cuts))
         best = least(sizes, last_uses, count)
         assert best <= cost(sizes, last_uses, cuts) <= 1.02 * best
@@ -52,7 +57,7 @@ def test_cuts_go_through_the_cheapest_tensors():
     # A bottleneck at every fourth step of a chain.
     sizes = [8, 8, 8, 1] * 4
     chain = list(range(1, 17))
-    assert place(sizes, chain, 4) == [4, 8, 12]
+    assert place(sizes, outputs(sizes, chain), 4) == [4, 8, 12]
     # A tensor that is needed until the end costs at each cut, but once.
     assert cost([5, 1, 1, 1], [4, 2, 3, 4], [1, 2]) == 5 + 1 + 5
 
@@ -88,7 +93,7 @@ def step_of(model, mode):
     )
 
 
-@pytest.mark.parametrize("segments", [2, 3, 5, "sqrt", 11])
+@pytest.mark.parametrize("segments", [2, 5, "sqrt", 7])
 def test_skip_connections_are_respected(segments):
     model = unet()
     expected = step_of(unet(), "eager")
@@ -154,6 +159,155 @@ def test_what_cannot_be_cut():
         )
 
 
+# --- What is inside of models and layers, and what a step keeps.
+
+
+def chain(inputs, units, count, name):
+    """Blocks of three layers, each a `Sequential` of its own."""
+    hidden = inputs
+    for i in range(count):
+        inner = [layers.Dense(units, "tanh") for _ in range(3)]
+        hidden = keras.Sequential(inner, name=f"{name}_{i}")(hidden)
+    return hidden
+
+
+class Stack(layers.Layer):
+    """Blocks that no graph shows."""
+
+    def __init__(self, count=5, heavy=0, **kwargs):
+        super().__init__(**kwargs)
+        self.blocks = [
+            keras.Sequential(
+                [layers.Dense(8, "tanh") for _ in range(3)], name=f"part_{i}"
+            )
+            for i in range(count)
+        ]
+        self.heavy = [layers.Dense(8, "tanh") for _ in range(heavy)]
+
+    def build(self, shape):
+        for layer in [*self.blocks, *self.heavy]:
+            layer.build(shape)
+
+    def call(self, x):
+        for layer in [*self.heavy, *self.blocks]:
+            x = x + layer(x)
+        return x
+
+
+def around_a_model():
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((8,))
+    backbone = keras.Model(inputs, chain(inputs, 8, 6, "block"), name="backbone")
+    return keras.Sequential([keras.Input((8,)), backbone, layers.Dense(3, name="head")])
+
+
+def around_layers(**kwargs):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((8,))
+    hidden = Stack(name="stack", **kwargs)(inputs)
+    return keras.Model(inputs, layers.Dense(3, name="head")(hidden), name="outer")
+
+
+def twice_around_a_model():
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((8,))
+    backbone = keras.Model(inputs, chain(inputs, 8, 6, "block"), name="backbone")
+    both = layers.Concatenate()([backbone(inputs), backbone(-inputs)])
+    return keras.Model(inputs, layers.Dense(3)(both))
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (around_a_model, ["block_0..block_0", "block_1..block_1", "block_2..block_3"]),
+        (around_layers, [f"part_{i}" for i in range(4)]),
+        (twice_around_a_model, [f"block_{i}..block_{i}" for i in range(6)]),
+    ],
+)
+def test_what_is_inside_is_cut(make, names):
+    expected = gradients(make())[1]
+    model = make()
+    with ka.recompute(model, segments="sqrt") as handle:
+        assert list(handle.layers) == names
+        assert_equal(gradients(model)[1], expected)
+        # The control: the layers are called in what was switched on.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "keras_accum._recompute.block._TwoPasses.run", lambda self: 1 / 0
+            )
+            with pytest.raises(ZeroDivisionError):
+                gradients(model)
+    assert_equal(gradients(model)[1], expected)
+
+
+def test_what_is_cut_already_is_not_cut_again():
+    model = around_a_model()
+    ka.recompute(model.get_layer("backbone"), segments=3)
+    message = (
+        "Cutting '{}' into segments saves nothing: 100% of what its backward pass needs "
+        "would stay in memory. No layers that repeat would save more: recompute nothing."
+    )
+    assert_refused(
+        lambda: ka.recompute(model, segments=2),
+        ValueError,
+        message.format(model.name),
+    )
+    again = "is already recomputed, or its outputs are already kept"
+    with pytest.raises(ValueError, match=again):
+        ka.recompute(model.get_layer("backbone"), segments=3)
+
+
+def test_what_saves_more_is_named():
+    """The layer holds as much beside its blocks, which therefore do not stand for it."""
+    assert_refused(
+        lambda: ka.recompute(around_layers(heavy=8), segments=2),
+        ValueError,
+        "Cutting 'outer' into segments saves nothing: 100% of what its backward pass "
+        "needs would stay in memory. Recompute the layers that repeat, which leaves 76%: "
+        "`recompute(model, 'part_*')`.",
+    )
+    # One segment for each layer keeps what there was.
+    with pytest.raises(ValueError, match="into segments saves nothing: 99% of what"):
+        ka.recompute(unet(), segments=11)
+
+
+def test_a_step_weighs_what_its_backward_pass_keeps():
+    """Not what it returns: attention keeps its scores, a product with few units less."""
+
+    def make():
+        keras.utils.set_random_seed(3)
+        inputs = hidden = keras.Input((128, 8))
+        hidden = layers.MultiHeadAttention(4, 2, name="attention")(hidden, hidden)
+        for i in range(5):
+            hidden = layers.Dense(8, "tanh", name=f"dense_{i}")(hidden)
+        return keras.Model(inputs, hidden)
+
+    assert ka.recompute(make(), segments=2).layers == ("attention..attention",)
+
+
+def test_a_model_that_cannot_be_traced_is_named():
+    class Unknown(layers.Layer):
+        def call(self, x, training=None):
+            if training:
+                raise NotImplementedError("not in a trace")
+            return x
+
+    inputs = keras.Input((3,))
+    model = keras.Model(
+        inputs, layers.Dense(3)(Unknown(name="unknown")(inputs)), name="m"
+    )
+    with pytest.raises(ValueError) as caught:
+        ka.recompute(model, segments=2)
+    text = str(caught.value)
+    assert text.startswith(
+        "The layers of 'm' are weighed by a trace of a training step, which failed: "
+    )
+    assert "not in a trace" in text and text.endswith(
+        "Select layers by name instead, without `share`, as in "
+        "`recompute(model, 'block_*')`."
+    )
+
+
 # --- Memory, by TensorFlow's allocator in a graph, and in XLA's program.
 
 
@@ -208,7 +362,7 @@ def test_jax_7100_repeated_computations_are_not_undone():
     tied = peak(SQRT, xla=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "keras_accum._recompute.block.optimization_barrier",
+            "keras_accum._recompute.passes.optimization_barrier",
             lambda tensors, to: tensors,
         )
         untied = peak(switched(make=residual, segments="sqrt"), xla=True)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops.handle_data_util import get_handle_data
 
 
 def is_in_function(graph: tf.Graph, outer: tf.Graph) -> bool:
@@ -24,3 +25,17 @@ def captured(tensor: Any) -> Any:
             break
         tensor = found[0]
     return tensor
+
+
+def elements_of_list(tensor: tf.Tensor) -> list[tf.TensorSpec]:
+    """What an element of a list of tensors is, as loops keep them; [] if not known.
+
+    A list is a tensor of dtype variant, whose own shape says nothing.
+    """
+    data = get_handle_data(tensor)
+    if data is None or not data.is_set:
+        return []
+    return [
+        tf.TensorSpec(tf.TensorShape(x.shape), tf.as_dtype(x.dtype))
+        for x in data.shape_and_type
+    ]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.models.functional import Functional as Functional
 from keras.src.models.model import functional_init_arguments
 
@@ -48,3 +49,41 @@ def run_by(graph: Functional, runner: Callable[..., Any]) -> AttributePatch:
 def pack_outputs(graph: Functional, tensors: Sequence[Any]) -> Any:
     """`tensors`, in the order of `graph.outputs`, in the structure that a call returns."""
     return keras.tree.pack_sequence_as(graph._outputs_struct, list(tensors))
+
+
+def example_arguments(
+    model: keras.layers.Layer, samples: int
+) -> tuple[list[Any], dict[str, Any]]:
+    """Specs of the arguments that `model` is called with.
+
+    A functional model knows what it was made for. Of any other, Keras notes the shapes
+    of its first call, and no dtypes.
+
+    Args:
+        model: a built model.
+        samples: the batch size where it is open.
+
+    Raises:
+        ValueError: if nothing is known.
+    """
+
+    def spec(shape: Any, dtype: str) -> tf.TensorSpec:
+        first, *rest = shape
+        return tf.TensorSpec([samples if first is None else first, *rest], dtype)
+
+    graph = graph_of(model)
+    if graph is not None:
+        inputs = keras.tree.map_structure(
+            lambda x: spec(x.shape, x.dtype), graph._inputs_struct
+        )
+        return [inputs], {}
+    shapes = model.get_build_config() or {}
+    shapes = shapes.get("shapes_dict", {"": shapes.get("input_shape")})
+    if None in shapes.values():
+        raise ValueError("The shapes of its arguments are not known: it was not called.")
+    first, *others = [
+        keras.tree.map_shape_structure(lambda x: spec(x, model.compute_dtype), shape)
+        for shape in shapes.values()
+    ]
+    names = [name.removesuffix("_shape") for name in shapes]
+    return [first], dict(zip(names[1:], others))
