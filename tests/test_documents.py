@@ -101,7 +101,8 @@ def test_readme_has_two_commands_and_ci_runs_them():
 def test_readme_code_runs_as_it_stands(code):
     keras.utils.set_random_seed(0)
     dense = keras.layers.Dense
-    model = keras.Sequential([keras.Input((4,)), dense(4), dense(1)])
+    hidden = [dense(4, "tanh") for _ in range(6)]
+    model = keras.Sequential([keras.Input((4,)), *hidden, dense(1)])
     before = [w.copy() for w in model.get_weights()]
     rng = np.random.default_rng(0)
     names = {

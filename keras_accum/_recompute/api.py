@@ -22,10 +22,12 @@ from .._backend.private.layers import (
 )
 from .._backend.private.versions import legacy_hint
 from .block import Block
-from .parts import GraphInSegments, by_graph, is_recomputed
+from .parts import GraphInSegments, as_parts, by_graph, is_recomputed
 from .passes import Keep
 from .segments import Division, name_of_segment
 from .select import Layer, Select, layers_inside, select_layers
+from .share import check_share, choose_share
+from .weigh import trace_step
 
 
 class Recomputation:
@@ -79,6 +81,7 @@ def recompute(
     select: Select | None = None,
     *,
     segments: str | int | None = None,
+    share: float | None = None,
     keep: str | Sequence[str] = (),
     verify: bool = False,
 ) -> Recomputation:
@@ -87,6 +90,7 @@ def recompute(
     ```python
     recompute(model, "block_*")         # each layer of such a name
     recompute(model, segments="sqrt")   # or a chain, in about √N segments
+    recompute(model, "block_*", share=0.5)  # or only as many as save half of what all do
     ```
 
     Between the two passes only the arguments and results of such a part stay in memory,
@@ -118,6 +122,11 @@ def recompute(
             calls of a functional or `Sequential` model; of any other, the layers inside
             that have layers inside become a segment each. All segments but the last are
             recomputed; the last one is differentiated first.
+        share: float above 0 and up to 1: recompute only as many of the selected layers,
+            or of the segments, as save this share of the activations that all of them
+            would save; those first that save most for the least time. A training step is
+            traced, which tells bytes and operations; it does not run. `.layers` of the
+            handle tells which were chosen. By default all are recomputed.
         keep: str or list of str, patterns of names of layers inside of recomputed ones.
             Their outputs are kept. `keep="*dense*"` recomputes attention and
             normalisation, but not the matrix products (Korthikanti et al., 2022,
@@ -140,7 +149,7 @@ def recompute(
             tensor that needs a gradient and is not an argument, assigns to trainable
             weights or inside of a TensorFlow loop, keeps a tensor in an attribute, or,
             with `verify`, returns something else the second time.
-        TypeError: if `select` or `segments` has another type.
+        TypeError: if `select`, `segments` or `share` has another type.
 
     If a part has several results and the loss uses only some of them, weights that only
     the others depend on get zeros as gradients instead of None. Forward-mode
@@ -161,38 +170,58 @@ def recompute(
             "(into how many segments to cut the model). Received: "
             f"select={select!r}, segments={segments!r}"
         )
+    check_share(share)
     canaries.check()
     if segments is not None:
-        return _recompute_segments(model, segments, keep, verify)
-    return _recompute_layers(model, select_layers(model, select), keep, verify)
+        return _recompute_segments(model, segments, share, keep, verify)
+    return _recompute_layers(model, select_layers(model, select), share, keep, verify)
 
 
 def _recompute_layers(
-    model: Layer, layers: Sequence[Layer], keep: str | Sequence[str], verify: bool
+    model: Layer,
+    layers: Sequence[Layer],
+    share: float | None,
+    keep: str | Sequence[str],
+    verify: bool,
 ) -> Recomputation:
     kept = layers_inside(layers, keep)
     for layer in [*layers, *kept]:
         _check_free(layer)
         _check_cell(model, layer)
-    shadows = _keep(kept)
-    shadows += _as_blocks(layers, verify)
+    if share is not None:
+        parts, kept_parts = as_parts(layers), as_parts(kept)
+        trace = trace_step(model, [*parts, *kept_parts])
+        chosen = choose_share(trace, [[part] for part in parts], share, kept_parts)
+        layers = [layers[i] for i in chosen]
+        inside = {id(x) for layer in layers for x in flatten_layers(layer)}
+        kept = [layer for layer in kept if id(layer) in inside]
+    shadows = _keep(kept) + _as_blocks(layers, verify)
     _trace_anew(model)
     return Recomputation(model, shadows, [layer.name for layer in layers], kept)
 
 
 def _recompute_segments(
-    model: Layer, segments: str | int, keep: str | Sequence[str], verify: bool
+    model: Layer,
+    segments: str | int,
+    share: float | None,
+    keep: str | Sequence[str],
+    verify: bool,
 ) -> Recomputation:
     if is_recomputed(model):
         raise ValueError(_TWICE.format(name=model.name))
-    found = Division(model, _count(segments)).segments
-    layers = [part.operation for parts in found for part in parts if part.node is None]
-    calls = [parts for parts in found if parts[0].graph is not None]
     kept = layers_inside([model], keep)
+    kept_parts = as_parts(kept)
+    division = Division(model, _count(segments), kept_parts)
+    found = division.segments
+    if share is not None:
+        chosen = choose_share(division.trace, found, share, kept_parts)
+        found = [found[i] for i in chosen]
+    layers = [part.operation for parts in found for part in parts if part.graph is None]
     for layer in [*layers, *kept]:
         _check_free(layer)
         _check_cell(model, layer)
     shadows = _keep(kept) + _as_blocks(layers, verify)
+    calls = [parts for parts in found if parts[0].graph is not None]
     for graph in by_graph(part for parts in calls for part in parts):
         own = [parts for parts in calls if parts[0].graph is graph]
         runner = GraphInSegments.recomputing(graph, own, verify)

@@ -74,6 +74,11 @@ def parts_of(model: keras.layers.Layer) -> list[Part]:
     return inside(model)
 
 
+def as_parts(layers: Iterable[keras.layers.Layer]) -> list[Part]:
+    """Each of `layers` as a part that is whole."""
+    return [Part(layer, None, None, []) for layer in layers]
+
+
 def by_graph(parts: Iterable[Part]) -> dict[Functional, list[Part]]:
     """The calls among `parts`, by the graph that they belong to."""
     found: dict[Functional, list[Part]] = {}

@@ -110,12 +110,15 @@ class Division:
     Args:
         model: a model, or a layer with layers inside.
         count: int, how many segments; None for the root of the number of steps.
+        kept: further parts to trace.
 
     Raises:
         ValueError: if there is nothing to cut, or nothing to gain.
     """
 
-    def __init__(self, model: keras.layers.Layer, count: int | None) -> None:
+    def __init__(
+        self, model: keras.layers.Layer, count: int | None, kept: Sequence[Part] = ()
+    ) -> None:
         self._model = model
         self._parts = parts_of(model)
         if not self._parts:
@@ -130,7 +133,7 @@ class Division:
                 "`segments` must be at least 2, since the last one is not recomputed, "
                 f"and at most the number of layers, {least}. Received: {count}"
             )
-        self.trace = trace_step(model, self._parts)
+        self.trace = trace_step(model, [*self._parts, *kept])
         steps = self._count_steps(self._parts)
         self._mean = self.trace.kept_bytes_of_all(self._parts) / (
             max(2, round(steps**0.5)) if count is None else count

@@ -86,9 +86,15 @@ class Trace:
         saved, added = self._changes(parts, keep)
         return max(float(self.sizes[saved].sum() - self.sizes[added].sum()), 0.0)
 
-    def time(self, parts: Sequence[Part]) -> float:
-        """The time of the forward pass of `parts`, in multiplications."""
-        return sum(float(self.times[a:b].sum()) for a, b in self._intervals(parts))
+    def time(self, parts: Sequence[Part], keep: Sequence[Part] = ()) -> float:
+        """The time to compute `parts` but `keep`, in multiplications."""
+        counts = np.zeros(len(self.times), bool)
+        for first, end in self._intervals(parts):
+            counts[first:end] = True
+        for part in keep:
+            for first, end in self.spans[part]:
+                counts[first:end] = False
+        return float(self.times[counts].sum())
 
     def peak(self, recomputed: Sequence[Sequence[Part]]) -> float:
         """The most bytes that the backward pass has in memory.
