@@ -1,9 +1,23 @@
-"""Running a branch only sometimes: in eager mode, in a graph, and under XLA."""
+"""Running a branch only sometimes, and checks: in eager mode, in a graph, under XLA."""
 
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+
+from .private.compiled import compiled_by_xla
+
+
+def assertions(*checks: Callable[[], tf.Operation | None]) -> list[tf.Operation]:
+    """The operations of TensorFlow's assertions, each made by one of `checks`.
+
+    None under XLA, which would leave them out, and warn of each: "Ignoring Assert
+    operator". In eager mode an assertion is checked at once, and is no operation.
+    """
+    if compiled_by_xla():
+        return []
+    made = [check() for check in checks]
+    return [operation for operation in made if operation is not None]
 
 
 def run_if(condition: tf.Tensor, branch: Callable[[], Any]) -> None:

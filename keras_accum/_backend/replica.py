@@ -7,7 +7,9 @@ order: a conditional around anything that reduces must stand outside of the repl
 Without a strategy all of it is the same plain call.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -53,9 +55,29 @@ def run_on(strategy: tf.distribute.Strategy, function: Callable[[], None]) -> No
     """Run `function` on each replica of `strategy`, from outside or on one of them."""
     outside = tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy()
     if strategy.num_replicas_in_sync > 1 and outside:
-        strategy.run(function)
+        with _eager_without_warning():
+            strategy.run(function)
     else:
         function()
+
+
+@contextlib.contextmanager
+def _eager_without_warning() -> Iterator[None]:
+    """Have TensorFlow not warn of a strategy that is used eagerly.
+
+    It is slow in a training loop, of which TensorFlow thinks. At the end of an epoch, to
+    trace a function would take longer, and nobody can act on it.
+    """
+
+    def quiet(record: logging.LogRecord) -> bool:
+        return "eagerly has significant overhead" not in record.getMessage()
+
+    logger = tf.get_logger()
+    logger.addFilter(quiet)
+    try:
+        yield
+    finally:
+        logger.removeFilter(quiet)
 
 
 def local_result(value: Any) -> Any:

@@ -22,6 +22,7 @@ import keras
 import tensorflow as tf
 
 from .._backend import replica
+from .._backend.control import assertions
 from .._backend.private.layers import flatten_layers
 from .checks import check_integer
 
@@ -239,15 +240,19 @@ def check_batch(batch: Any) -> tuple[Any, list[Any]]:
     if len(known) > 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise ValueError(f"{_UNEQUAL} Received shapes: {shapes}")
-    checks = [
-        tf.debugging.assert_equal(size, sizes[0], message=_UNEQUAL) for size in sizes[1:]
-    ]
+
+    def equal(size: Size) -> Callable[[], tf.Operation | None]:
+        return lambda: tf.debugging.assert_equal(size, sizes[0], message=_UNEQUAL)
+
+    checks = assertions(*(equal(size) for size in sizes[1:]))
     # Of several replicas, one may be left without a sample by a short last batch.
     if replica.count() == 1:
         if known == {0}:
             raise ValueError(_EMPTY)
-        checks.append(tf.debugging.assert_positive(sizes[0], message=_EMPTY))
-    return batch, [check for check in checks if check is not None]
+        checks += assertions(
+            lambda: tf.debugging.assert_positive(sizes[0], message=_EMPTY)
+        )
+    return batch, checks
 
 
 _UNEQUAL = "All tensors of a batch must have the same number of samples."

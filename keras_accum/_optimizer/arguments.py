@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
+from .._backend.control import assertions
 from .._backend.private.versions import legacy_hint
 from .._core.checks import OTHER_NAMES, check_option, closest
 
@@ -213,7 +214,9 @@ def check_weight(weight: Any) -> tuple[tf.Tensor, list[tf.Operation]]:
     known = tf.get_static_value(weight)
     if known is None:
         fine = (weight >= 0.0) & tf.math.is_finite(weight)
-        return weight, [tf.debugging.Assert(fine, [_BAD_WEIGHT, weight])]
+        return weight, assertions(
+            lambda: tf.debugging.Assert(fine, [_BAD_WEIGHT, weight])
+        )
     if not 0 <= known < float("inf"):
         raise ValueError(f"{_BAD_WEIGHT} {float(known)}")
     return weight, []

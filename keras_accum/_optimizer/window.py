@@ -6,6 +6,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from .._backend.control import assertions
+
 AccumSteps: TypeAlias = int | Callable[[Any], Any]
 
 # Update indices at which a schedule is tried before training starts.
@@ -49,8 +51,8 @@ def checked_steps(steps: tf.Tensor) -> tf.Tensor:
     """
     steps = tf.cast(steps, "int64")
     message = _message("a smaller one", " from the schedule")
-    check = tf.debugging.assert_positive(steps, message=message)
-    with tf.control_dependencies([] if check is None else [check]):
+    checks = assertions(lambda: tf.debugging.assert_positive(steps, message=message))
+    with tf.control_dependencies(checks):
         return tf.maximum(steps, 1)
 
 
