@@ -93,7 +93,8 @@ def _building_from_one(build: Callable[..., None]) -> Callable[..., None]:
         if iterator is None or self._distribute_strategy is None:
             build(self, iterator=iterator, data_batch=data_batch)
             return
-        _, _, batches = next(iter(iterator))
+        # The first step, from Keras 3.11 on the one after the last, and the batches.
+        *_, batches = next(iter(iterator))
         local = self._distribute_strategy.experimental_local_results
         batch = tf.nest.map_structure(lambda value: local(value)[0], next(batches))
         build(self, data_batch=batch)
