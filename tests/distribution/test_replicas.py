@@ -1,6 +1,6 @@
 """One update over several replicas is one step on the large batch on one device.
 
-Each scenario of `replicas.py` runs in a process of its own, in a graph and in eager mode.
+The scenarios of `replicas.py` run in processes of their own, a group in each.
 """
 
 import os
@@ -9,33 +9,69 @@ import subprocess
 import sys
 
 import pytest
-from replicas import SCENARIOS
+from groups import Ended, passed_in, run_group
+from replicas import GROUPS
 
-SECONDS = 300
+SECONDS = 1200
 HELPERS = str(pathlib.Path(__file__).parents[1])
-ENVIRONMENT = {**os.environ, "PYTHONPATH": HELPERS}
+PATHS = os.pathsep.join([HELPERS, os.environ.get("PYTHONPATH", "")])
+ENVIRONMENT = {**os.environ, "PYTHONPATH": PATHS}
 
 
-def run(name, replicas=2):
-    """Run a scenario; raise with what it printed if it fails, or takes too long."""
+def run(names, replicas=2):
+    """Run scenarios in turn, up to the first that fails or takes too long."""
     script = pathlib.Path(__file__).with_name("replicas.py")
-    command = [sys.executable, str(script), name, str(replicas)]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=SECONDS, env=ENVIRONMENT
-    )
-    assert ended.returncode == 0, f"{ended.stdout[-1000:]}\n{ended.stderr[-4000:]}"
+    command = [sys.executable, str(script), *names, "--replicas", str(replicas)]
+    try:
+        ended = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=SECONDS,
+            env=ENVIRONMENT,
+        )
+        code, printed = ended.returncode, ended.stdout
+    except subprocess.TimeoutExpired as late:
+        code, printed = f"none after {SECONDS} seconds", late.stdout or b""
+    printed = printed.decode(errors="replace")
+    return Ended(code == 0, passed_in(printed), f"code: {code}\n{printed[-5000:]}")
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_on_two_replicas(name):
-    run(name)
+@pytest.mark.parametrize("group", [g for g in GROUPS if g != "invariance"])
+def test_on_two_replicas(group):
+    run_group(GROUPS[group], run)
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_invariance(replicas):
-    run("one_two_and_four_replicas_give_the_same_weights", replicas)
+    run_group(GROUPS["invariance"], lambda names: run(names, replicas))
 
 
 def test_a_scenario_that_fails_is_seen():
-    with pytest.raises(AssertionError, match="KeyError: 'no_such_scenario'"):
-        run("no_such_scenario")
+    with pytest.raises(AssertionError, match=r"(?s)no_such fails:.*KeyError: 'no_such'"):
+        run_group(["no_such"], run)
+
+
+def test_the_scenarios_after_one_that_fails_run_too():
+    ran = []
+
+    def process(names):
+        ran.append(names)
+        bad = [n for n in names if n == "broken" or (n == "late" and len(names) > 1)]
+        good = names[: names.index(bad[0])] if bad else names
+        return Ended(not bad, good, "what was printed")
+
+    with pytest.raises(AssertionError) as caught:
+        run_group(["first", "broken", "other", "late", "last"], process)
+    assert "broken fails:" in str(caught.value)
+    assert "late passes alone, but fails after ['other']:" in str(caught.value)
+    assert ran == [
+        ["first", "broken", "other", "late", "last"],
+        ["broken"],
+        ["other", "late", "last"],
+        ["late"],
+        ["last"],
+    ]
+    run_group(["first", "last"], process)
+    with pytest.raises(AssertionError, match=r"not run: \{'first'\}"):
+        run_group(["first"], lambda names: Ended(True, [], ""))

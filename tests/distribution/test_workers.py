@@ -1,7 +1,7 @@
 """One update over several machines is one step on the large batch on one device.
 
-Each scenario of `workers.py` runs in two processes of its own, on free ports of
-127.0.0.1; whatever happens, none of them is left.
+The scenarios of `workers.py` run in pairs of processes, on free ports of 127.0.0.1;
+whatever happens, none of them is left.
 """
 
 import contextlib
@@ -14,10 +14,12 @@ import sys
 import time
 
 import pytest
+from groups import Ended, passed_in, run_group
 from workers import SCENARIOS
 
-SECONDS = 240
+SECONDS = 1200
 HELPERS = str(pathlib.Path(__file__).parents[1])
+PATHS = os.pathsep.join([HELPERS, os.environ.get("PYTHONPATH", "")])
 # TensorFlow notices a lost worker in 4 to 13 seconds (measured, of many).
 SECONDS_TO_NOTICE = 60
 # Scenarios of tests of their own.
@@ -33,21 +35,21 @@ def free_addresses(count):
 
 
 @contextlib.contextmanager
-def workers(name, folder):
-    """Two processes that run a scenario, killed at the end; and what they print."""
+def workers(names, folder):
+    """Two processes that run scenarios, killed at the end; and what they print."""
     addresses = free_addresses(2)
     script = pathlib.Path(__file__).with_name("workers.py")
-    outputs = [folder / f"{name}_{i}.log" for i in range(2)]
+    outputs = [folder / f"worker_{i}.log" for i in range(2)]
     with contextlib.ExitStack() as stack:
         processes = []
         for index, path in enumerate(outputs):
             task = {"type": "worker", "index": index}
             config = json.dumps({"cluster": {"worker": addresses}, "task": task})
             process = subprocess.Popen(
-                [sys.executable, str(script), name, str(folder)],
+                [sys.executable, str(script), str(folder), *names],
                 env={
                     **os.environ,
-                    "PYTHONPATH": HELPERS,
+                    "PYTHONPATH": PATHS,
                     "TF_CONFIG": config,
                     "CUDA_VISIBLE_DEVICES": "-1",
                 },
@@ -60,33 +62,37 @@ def workers(name, folder):
         yield processes, outputs
 
 
-def run(name, folder):
-    """Run a scenario; raise with what was printed if it fails, or takes too long."""
+def run(names, folder):
+    """Run scenarios in turn, up to the first that fails or takes too long."""
     end = time.monotonic() + SECONDS
-    with workers(name, folder) as (processes, outputs):
+    with workers(names, folder) as (processes, outputs):
         while time.monotonic() < end and any(p.poll() is None for p in processes):
             if any(p.poll() for p in processes):
                 end = min(end, time.monotonic() + 1)  # The other cannot go on.
             time.sleep(0.1)
         codes = [process.poll() for process in processes]
         # The first to fail says why; the other, that it has lost the first.
-        printed = "\n".join(path.read_text()[-4000:] for path in outputs)
-        assert codes == [0, 0], f"{codes}\n{printed}"
+        texts = [path.read_text() for path in outputs]
+        printed = "\n".join([f"codes: {codes}", *(text[-4000:] for text in texts)])
+        return Ended(codes == [0, 0], min(map(passed_in, texts), key=len), printed)
 
 
-@pytest.mark.parametrize("name", [n for n in SCENARIOS if n not in LOSSES])
-def test_on_two_workers(name, tmp_path):
-    run(name, tmp_path)
+SHARED = [name for name in SCENARIOS if name not in LOSSES]
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_on_two_workers(half, tmp_path):
+    run_group(SHARED[half::2], lambda names: run(names, tmp_path))
 
 
 def test_a_scenario_that_fails_is_seen(tmp_path):
-    with pytest.raises(AssertionError, match="KeyError: 'no_such_scenario'"):
-        run("no_such_scenario", tmp_path)
+    with pytest.raises(AssertionError, match=r"(?s)no_such fails:.*KeyError: 'no_such'"):
+        run_group(["no_such"], lambda names: run(names, tmp_path))
 
 
 def lose(name, folder, ends):
     """Let worker 1 be lost; worker 0 has to end with an error of one of `ends`, soon."""
-    with workers(name, folder) as (processes, outputs):
+    with workers([name], folder) as (processes, outputs):
         lost = folder / "lost"
         deadline = time.monotonic() + SECONDS
         while not lost.exists() and time.monotonic() < deadline:
@@ -100,7 +106,7 @@ def lose(name, folder, ends):
 
 def test_a_worker_that_dies_ends_the_other_and_training_resumes(tmp_path):
     lose("worker_1_dies", tmp_path, ["UnavailableError"])
-    run("training_resumes", tmp_path)
+    run_group(["training_resumes"], lambda names: run(names, tmp_path))
 
 
 def test_a_worker_that_stops_ends_the_other(tmp_path):

@@ -1,11 +1,12 @@
 """Scenarios on several machines: two processes on 127.0.0.1 stand in for them.
 
-    TF_CONFIG=... python tests/workers.py NAME FOLDER
+    TF_CONFIG=... python tests/distribution/workers.py FOLDER NAME...
 
-Both processes run the same scenario; `test_workers.py` starts and ends them. `FOLDER` is
-one that both see. The oracle is plain Keras on one device, in each process.
+Both processes run the same scenarios in turn; `test_workers.py` starts and ends them.
+`FOLDER` is one that both see. The oracle is plain Keras on one device, in each process.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -136,7 +137,8 @@ def each_step_logs_in_one_reduction(strategy, folder):
     how = {"loss": "mse", "epochs": 1, "metrics": ["mae", "mape"], "callbacks": [count]}
 
     def reductions(optimizer, **more):
-        train(dense_model, data(24), optimizer, strategy, **how, **more)
+        with count.counting():
+            train(dense_model, data(24), optimizer, strategy, **how, **more)
         return int(count.reductions)
 
     # Of each step of `fit`: whether all workers have data, and the three logs.
@@ -154,14 +156,21 @@ class Count(keras.callbacks.Callback):
 
     def __init__(self):
         super().__init__()
-        running, reduce = tf.Variable(0), CollectiveReplicaLauncher.all_reduce
+        self.running, self.reductions = tf.Variable(0), None
+
+    @contextlib.contextmanager
+    def counting(self):
+        running, reduce = self.running, CollectiveReplicaLauncher.all_reduce
 
         def counted(self, *args, **options):
             running.assign_add(1)
             return reduce(self, *args, **options)
 
         CollectiveReplicaLauncher.all_reduce = counted
-        self.running, self.reductions = running, None
+        try:
+            yield
+        finally:
+            CollectiveReplicaLauncher.all_reduce = reduce
 
     def on_epoch_begin(self, epoch, logs=None):
         self.running.assign(0)
@@ -244,13 +253,15 @@ def training_resumes(strategy, folder):
 
 
 def main():
-    name, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+    folder, *names = sys.argv[1:]
     options = None
-    if name == "worker_1_hangs":
+    if names == ["worker_1_hangs"]:
         communication = tf.distribute.experimental.CommunicationOptions
         options = communication(timeout_seconds=5)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
-    SCENARIOS[name](strategy, folder)
+    for name in names:
+        replicas.run(SCENARIOS[name], strategy, pathlib.Path(folder))
+        print(replicas.PASSED, name, flush=True)
 
 
 if __name__ == "__main__":
