@@ -6,17 +6,20 @@ gradient g_i and weight w_i gives
     loss = Σ w_i L_i / Σ w_i        gradient = Σ w_i g_i / Σ w_i
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from .._backend.private import canaries
-from .._backend.private.losses import parts_of_a_window
+from .._backend.private.losses import listen_to_reductions, parts_of_a_window
+from .._backend.warn import warn
 from .checks import check_option, refuse_unknown_arguments
 from .gradients import Gradient, add, divide_no_nan, scalar_dtype, sum_dtype, weigh
 from .loop import Split, check_batch, for_each_micro_batch, rows_of
+from .loss import LossTerm, describe, loss_of_none
 
 # From a micro-batch and its number of samples to a mean loss, its weight (None for the
 # number of samples), and further scalars to be averaged likewise.
@@ -88,8 +91,9 @@ def accumulate_gradients(
     Args:
         loss_fn: from a micro-batch, structured as `batch`, to its mean loss (a scalar),
             or to a pair of its mean loss and its weight: the denominator of that mean,
-            such as the number of valid tokens. Without a weight, it is the number of
-            samples. A micro-batch of weight 0 adds nothing, even if its loss is NaN.
+            such as the number of valid tokens. Without a weight, it is what the Keras
+            loss in it was divided by, if there is one, or the number of samples. A
+            micro-batch of weight 0 adds nothing, even if its loss is NaN.
         variables: the variables to differentiate by, all of them built.
         batch: nested tensors, ragged ones too, whose first dimension is the samples', of
             any size; None stays None.
@@ -110,7 +114,8 @@ def accumulate_gradients(
 
     Raises:
         ValueError: for a batch without samples, tensors that differ in their first
-            dimension, scalars, or a loss that is no scalar.
+            dimension, scalars, a loss that is no scalar, or a Keras loss that is a sum
+            where `reduction` says mean, or the other way.
         tf.errors.InvalidArgumentError: the same in a graph, where sizes are known only
             when it runs.
 
@@ -123,25 +128,92 @@ def accumulate_gradients(
     check_option("reduction", reduction, ("mean", "sum"))
     batch, checks = check_batch(batch)
     with tf.control_dependencies(checks), parts_of_a_window():
-        loss_of = _weighted(loss_fn)
+        loss_of = _weighted(loss_fn, reduction)
         window = value_and_gradients(
             loss_of, variables, batch, split, reduction, scale_loss=scale_loss
         )
     return window.loss, window.gradients
 
 
-def _weighted(loss_fn: Callable[[Any], Any]) -> Callable[[Any, tf.Tensor], Any]:
+def _weighted(
+    loss_fn: Callable[[Any], Any], reduction: str
+) -> Callable[[Any, tf.Tensor], Any]:
     """`loss_fn`, which may give a weight or not, as one that does."""
-    if not tf.executing_eagerly():
-        # For the loss function, AutoGraph: this package's own code does without.
-        loss_fn = tf.function(loss_fn)
+
+    def weighted(micro_batch: Any) -> tuple[Any, Any]:
+        with record_losses(micro_batch) as heard:
+            result = loss_fn(micro_batch)
+        return _loss_and_weight(result, heard, reduction)
+
+    # For the loss function, AutoGraph: this package's own code does without.
+    compute = weighted if tf.executing_eagerly() else tf.function(weighted)
 
     def loss_of(micro_batch: Any, rows: tf.Tensor) -> tuple[Any, Any, list[Any]]:
-        result = loss_fn(micro_batch)
-        loss, weight = result if isinstance(result, (tuple, list)) else (result, None)
-        return loss, weight, []
+        return (*compute(micro_batch), [])
 
     return loss_of
+
+
+@tf.autograph.experimental.do_not_convert
+def record_losses(micro_batch: Any) -> Any:
+    """Record the `LossTerm` of each Keras loss of a micro-batch, with the loss."""
+    rows = rows_of(micro_batch)
+    return _record_losses(rows if isinstance(rows, int) else None)
+
+
+@contextlib.contextmanager
+def _record_losses(rows: int | None) -> Iterator[list[tuple[LossTerm, tf.Tensor]]]:
+    heard: list[tuple[LossTerm, tf.Tensor]] = []
+
+    def note(*reduced: Any) -> tf.Tensor:
+        *described, loss = reduced
+        heard.append((describe(*described, rows=rows), loss_of_none(loss)))
+        return heard[-1][1]
+
+    with listen_to_reductions(note):
+        yield heard
+
+
+@tf.autograph.experimental.do_not_convert
+def _loss_and_weight(
+    result: Any, heard: list[tuple[LossTerm, tf.Tensor]], reduction: str
+) -> tuple[Any, Any]:
+    """What a loss function gave, and its weight; None for the number of samples."""
+    if isinstance(result, (tuple, list)):
+        shapes = [tuple(tf.convert_to_tensor(part).shape) for part in result]
+        if len(result) != 2 or shapes[1] != ():
+            raise ValueError(
+                "`loss_fn` must return a scalar, the mean loss of the micro-batch, or a "
+                "pair of it and its weight, the scalar that it was divided by. Received "
+                f"{len(result)} values, of the shapes {', '.join(map(str, shapes))}."
+            )
+        return result[0], result[1]
+    for term, loss in heard:
+        if result is loss and term.kind in ("mean", "sum") and term.kind != reduction:
+            raise ValueError(
+                f"`loss_fn` returns a Keras loss that is a {term.kind}. Received: "
+                f"reduction={reduction!r}. Pass `reduction={term.kind!r}`."
+            )
+    varying = [term.weight for term, _ in heard if term.varies]
+    if reduction == "sum" or not varying:
+        return result, None
+    if len(heard) == 1 and _is_here(varying[0]):
+        return result, varying[0]
+    warn(
+        "What `loss_fn` divides by is not known: it computes several Keras losses, or in a "
+        "function of its own. Micro-batches weigh by their samples. Return a pair, the "
+        "loss and its weight: what it was divided by."
+    )
+    return result, None
+
+
+def _is_here(tensor: tf.Tensor) -> bool:
+    """Whether a tensor can be used where this is called."""
+    if not tf.is_symbolic_tensor(tensor):
+        return True
+    return not tf.executing_eagerly() and (
+        tensor.graph is tf.compat.v1.get_default_graph()
+    )
 
 
 def value_and_gradients(

@@ -1,8 +1,9 @@
-"""Whether one value that a layer passes to `add_loss` is a mean over samples, or a sum.
+"""Whether what a layer passes to `add_loss` is a mean over samples, or a sum.
 
-Keras takes the value as it is, so that only the layer knows. The rule is tried on samples
-that are made up: the value of a few of them at once, and split. What is neither a mean nor
-a sum depends on the batch as a whole, as a load-balancing loss does, and is warned of.
+Keras adds its values up, whatever they are, so that only the layer knows. The rule is tried
+on samples that are made up: the value of a few of them at once, and split. What is neither
+a mean nor a sum depends on the batch as a whole, as a load-balancing loss does, and is
+warned of.
 """
 
 import weakref
@@ -15,9 +16,10 @@ import tensorflow as tf
 
 from .._backend.private.layers import call, read
 from .._backend.private.losses import (
+    AddedLoss,
+    added_losses,
     call_losses_kept,
-    losses_of_layers,
-    remember_sums,
+    remember_kinds,
 )
 from .._backend.warn import warn
 from .own_loss import kind_of, made_up, nothing_moves
@@ -42,27 +44,28 @@ class _Tried(NamedTuple):
 def learn_kinds(model: keras.Model, x: Any) -> None:
     """Find out, once for a model, what each value is that its layers have just added.
 
-    Sums are remembered (`call_losses` gives vectors for them). Of what is neither a mean
-    nor a sum the user is warned.
+    It is remembered (`call_losses` tells). Of what is neither a mean nor a sum the user
+    is warned; it counts as a mean if it is one value.
 
     Args:
         model: a model that was called.
         x: what it was called with; None if that is not known.
     """
-    added = losses_of_layers(model)
+    added = added_losses(model)
     known = _known.setdefault(model, set())
     key = (kind_of(x), len(added))
-    if not added or key in known:
+    if key in known or not any(each.is_sum is None for each in added):
         return
     known.add(key)
-    layers = [layer for layer, _ in added]
-    tried = None if x is None else _try(model, x, layers)
-    kinds = ["unknown"] * len(added) if tried is None else _kinds(tried, layers)
-    sums = [loss for (_, loss), kind in zip(added, kinds) if kind == "sum"]
-    remember_sums(model, sums)
-    for (layer, _), kind in zip(added, kinds):
-        if kind == "unknown":
-            warn(_UNKNOWN.format(layer.name), about=model)
+    tried = None if x is None else _try(model, x, [each.layer for each in added])
+    several = [each.value.shape.rank > 0 for each in added]
+    # What cannot be tried is a sum if there are several values, as one of each sample.
+    found = [s or None for s in several] if tried is None else _sums(tried, added)
+    kinds = [each.is_sum if s is None else s for each, s in zip(added, found)]
+    remember_kinds(model, [s if k is None else k for k, s in zip(kinds, several)])
+    for each, kind in zip(added, kinds):
+        if kind is None:
+            warn(_UNKNOWN.format(each.layer.name), about=model)
 
 
 # By model, the kinds of batches that were tried.
@@ -70,15 +73,14 @@ _known: "weakref.WeakKeyDictionary[keras.Model, set[Any]]"
 _known = weakref.WeakKeyDictionary()
 
 
-def _kinds(tried: _Tried, layers: Sequence[keras.layers.Layer]) -> list[str]:
+def _sums(tried: _Tried, added: Sequence[AddedLoss]) -> list[bool | None]:
+    """Whether each is a sum over samples, or a mean; None if it is neither."""
+    dtypes = [keras.backend.standardize_dtype(x.layer.compute_dtype) for x in added]
     # Sums of the same numbers in another order.
-    half = [keras.backend.standardize_dtype(x.compute_dtype)[-2:] == "16" for x in layers]
-    rtol = np.where(half, 0.03, 0.001)
+    rtol = np.array([0.03 if dtype.endswith("16") else 0.001 for dtype in dtypes])
     share = _ROWS[0] / _ROWS[1]
     mean, adds_up = tried.equals(share, 1 - share, rtol), tried.equals(1, 1, rtol)
-    return [
-        "unknown" if m == s else "mean" if m else "sum" for m, s in zip(mean, adds_up)
-    ]
+    return [None if m == s else bool(s) for m, s in zip(mean, adds_up)]
 
 
 def _try(
@@ -131,17 +133,17 @@ def _add(
                         moved = value + tf.cast(shift, value.dtype)
                         scope.add_update((variable, moved))
             call(model, part, training)
-            added = losses_of_layers(model)
-        if [layer for layer, _ in added] != list(layers):
+            added = added_losses(model)
+        if [each.layer for each in added] != list(layers):
             return None
-        found.append(np.array([float(value) for _, value in added]))
+        found.append(np.array([float(tf.reduce_sum(each.value)) for each in added]))
     return _Tried(*found)
 
 
 _UNKNOWN = (
-    "The layer '{}' passes one value to `add_loss` that is neither a mean nor a sum over "
-    "samples, as far as can be found out. Micro-batches weigh by their samples: the mean "
-    "of their values is taken, not the value of the batch. Pass one value per sample, "
-    "which Keras adds up; or compute the loss from outputs of the model, with "
-    "`accumulate(model, ..., two_pass=True)`."
+    "What the layer '{}' passes to `add_loss` is neither a mean nor a sum over samples, "
+    "as far as can be found out. Micro-batches weigh by their samples: the mean of their "
+    "values is taken, not the value of the batch. Pass one value per sample, which Keras "
+    "adds up; or compute the loss from outputs of the model, with `accumulate(model, ..., "
+    "two_pass=True)`."
 )

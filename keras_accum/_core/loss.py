@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import keras
 import tensorflow as tf
 
-from .._backend.private.losses import listen_to_reductions
+from .._backend.private.losses import has_own_compute_loss, listen_to_reductions
 from .._backend.warn import warn
 
 
@@ -143,12 +143,12 @@ class Terms(NamedTuple):
 
     @property
     def vectors(self) -> list[Any]:
-        """What was added with more than one value, which Keras adds up."""
+        """What was added that is a sum over samples."""
         return [value for value in self.added if value.shape.rank != 0]
 
     @property
     def scalars(self) -> list[Any]:
-        """What was added as one value, taken for a mean over samples."""
+        """What was added that is a mean over samples, or taken for one."""
         return [value for value in self.added if value.shape.rank == 0]
 
     @property
@@ -193,7 +193,7 @@ def optimizer_weight(terms: Terms, rows: Any, owner: Any) -> tf.Tensor:
     """
     refuse_sums(terms)
     if not terms.complete:
-        warn(_OWN_LOSS, about=owner)
+        _warn_of_users_loss(owner)
         return rows
     if terms.vectors:
         sums_alone = not (terms.compiled or terms.scalars)
@@ -214,7 +214,7 @@ def check_sums(terms: Terms, owner: Any) -> None:
         ValueError: if a compiled loss is a mean.
     """
     if not terms.complete:
-        warn(_OWN_LOSS, about=owner)
+        _warn_of_users_loss(owner)
     elif any(term.kind == "mean" for term in terms.compiled):
         raise ValueError(
             "Received a loss that is a mean in an optimizer with `reduction='sum'`, which "
@@ -249,11 +249,23 @@ def warn_of_several(terms: Terms, owner: Any) -> None:
 def warn_of_unknown(terms: Terms, owner: Any) -> None:
     """Warn of what a step that splits its batch cannot know."""
     if not terms.complete:
-        warn(_OWN_LOSS, about=owner)
+        _warn_of_users_loss(owner)
     elif any(term.kind == "unknown" for term in terms.compiled):
         warn(f"{_SCALAR} {_SCALAR_REMEDY}", about=owner)
 
 
+def _warn_of_users_loss(owner: Any) -> None:
+    own = isinstance(owner, keras.Model) and has_own_compute_loss(owner)
+    warn(_OWN_LOSS if own else _COUPLED, about=owner)
+
+
+_COUPLED = (
+    "A loss of this model is not made of losses of its samples alone: its values depend on "
+    "the batch as a whole, are not one or more of each sample, or are reduced by the loss "
+    "itself. Micro-batches weigh by their samples. Return values of each sample from "
+    "`call`, and let Keras reduce them; or use `accumulate(model, ..., two_pass=True)`, "
+    "which is exact for any loss of the predictions."
+)
 _SEVERAL = (
     "This model has several losses, and masks, sample weights or variable lengths may give "
     "each of them another denominator. One gradient for all of them can be weighted by one "

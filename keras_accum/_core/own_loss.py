@@ -1,10 +1,11 @@
-"""What a `compute_loss` of the user's makes of Keras's losses.
+"""What a loss, or a `compute_loss`, of the user's makes of a batch.
 
 A batch can be split exactly if the loss is a plain sum of Keras losses, times constants,
-and of regularizers. Two tests tell. The graph of the loss is read: from the total, through
-additions and constant factors, to the losses that Keras has reduced. And the rule is tried
-on numbers that are made up: the loss of a few samples at once, and split. What passes both
-is exact; all else weighs by samples, with a warning.
+and of regularizers, and each of those is a mean or sum over samples. Two tests tell. The
+graph of a `compute_loss` is read: from the total, through additions and constant factors,
+to the losses that Keras has reduced. And the rule is tried on numbers that are made up: the
+loss of a few samples at once, and split. What passes is exact; all else weighs by samples,
+with a warning.
 """
 
 import contextlib
@@ -16,7 +17,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from .._backend.private.losses import compute_loss, listen_to_reductions
+from .._backend.private.losses import (
+    compute_loss,
+    has_own_compute_loss,
+    listen_to_reductions,
+)
 from .loss import LossTerm, describe, loss_of_none
 
 # From (x, y, y_pred, sample_weight) to the loss.
@@ -45,6 +50,29 @@ class Understanding(NamedTuple):
 
     terms: frozenset[int]
     complete: bool
+
+
+def what_is_known(
+    model: keras.Model,
+    arguments: Any,
+    compiled: Sequence[LossTerm],
+    traced: tuple[tf.Tensor, Sequence[tf.Tensor], Sequence[tf.Tensor]],
+) -> Understanding:
+    """What is known of a training loss of `model`, whoever computes it.
+
+    Args:
+        model: the model.
+        arguments: `x, y, y_pred, sample_weight`, as a loss is computed of.
+        compiled: the Keras losses in it, in the order in which they were computed.
+        traced: the loss, those losses, and what layers had added (see `understand`).
+    """
+    if has_own_compute_loss(model):
+        return understand(model, arguments, traced)
+    kinds = [term.kind for term in compiled]
+    if "unknown" not in kinds and fall_apart(model, arguments):
+        sums = frozenset(i for i, kind in enumerate(kinds) if kind == "sum")
+        return Understanding(sums, False)
+    return Understanding(frozenset(range(len(kinds))), True)
 
 
 def understand(
@@ -98,7 +126,7 @@ def _understand(model: keras.Model, arguments: Any, traced: Any) -> Understandin
     complete = reader.read(total)
     complete &= sorted(reader.found.items()) == [(i, 1) for i in range(len(reduced))]
     terms = frozenset(reader.found)
-    if not complete or not _holds_on_made_up(compute, arguments, terms):
+    if not complete or _holds_on_made_up(compute, arguments, terms) is not True:
         return nothing
     return Understanding(terms, True)
 
@@ -210,35 +238,58 @@ def _outside(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
-def _holds_on_made_up(compute: Compute, arguments: Any, terms: frozenset[int]) -> bool:
-    """Whether made-up samples have the same loss at once and split into two."""
+def _holds_on_made_up(
+    compute: Compute, arguments: Any, terms: frozenset[int] | None
+) -> bool | None:
+    """Whether made-up samples have the same loss at once and split into two.
+
+    None if that cannot be said: made-up numbers may be no labels.
+    """
     try:
         with tf.init_scope():
-            rng = np.random.default_rng(0)
-            count = _SAMPLES[1]
-            batch = tf.nest.map_structure(
-                lambda spec: made_up(rng, spec, count), arguments
-            )
-            whole, weights = _loss_of(compute, batch, terms, None, 1.0)
-            total = 0.0
-            for rows in (slice(0, _SAMPLES[0]), slice(*_SAMPLES)):
-                part = tf.nest.map_structure(
-                    lambda t, rows=rows: None if t is None else t[rows], batch
-                )
-                inverse = count / (rows.stop - rows.start)
-                loss, _ = _loss_of(compute, part, terms, weights, inverse)
-                total += loss / inverse
-        return bool(np.allclose(total, whole, rtol=1e-4, atol=1e-6))
+            holds = [
+                _holds_on(compute, arguments, terms, draw) for draw in (_positive, _any)
+            ]
     except Exception:
-        # Made-up numbers may be no labels: nothing is known then.
-        return False
+        return None
+    known = [each for each in holds if each is not None]
+    return all(known) if known else None
+
+
+def _holds_on(
+    compute: Compute, arguments: Any, terms: frozenset[int] | None, draw: Any
+) -> bool | None:
+    rng = np.random.default_rng(0)
+    count = _SAMPLES[1]
+    batch = tf.nest.map_structure(lambda spec: made_up(rng, spec, count, draw), arguments)
+    whole, met = _loss_of(compute, batch, frozenset(), [], 1.0)
+    if terms is None:
+        terms = frozenset(range(len(met)))
+    split = [slice(0, _SAMPLES[0]), slice(*_SAMPLES)]
+    parts = [
+        tf.nest.map_structure(lambda t, rows=rows: None if t is None else t[rows], batch)
+        for rows in split
+    ]
+    # What a batch divides by is what its parts do, together.
+    each = [_loss_of(compute, part, frozenset(), [], 1.0)[1] for part in parts]
+    weights = [
+        tf.add_n([t.weight for t in same]) if same[0].kind == "mean" else None
+        for same in zip(*each)
+    ]
+    total = 0.0
+    for rows, part in zip(split, parts):
+        inverse = count / (rows.stop - rows.start)
+        total += _loss_of(compute, part, terms, weights, inverse)[0] / inverse
+    if not (np.isfinite(whole) and np.isfinite(total)):
+        return None
+    return bool(np.isclose(total, whole, rtol=1e-4, atol=1e-6))
 
 
 def _loss_of(
     compute: Compute,
     batch: Any,
     understood: frozenset[int],
-    totals: list[LossTerm] | None,
+    weights: Sequence[tf.Tensor | None],
     inverse: float,
 ) -> tuple[Any, list[LossTerm]]:
     """The loss of a batch; or of a part of one, each term times its factor."""
@@ -249,12 +300,12 @@ def _loss_of(
         term, loss = describe(*described), loss_of_none(loss)
         index = len(met)
         met.append(term)
-        if totals is None or index not in understood:
+        if index not in understood:
             return loss
         if term.kind == "sum":
             return loss * inverse
-        if term.kind == "mean" and term.weight is not None:
-            share = tf.math.divide_no_nan(term.weight, totals[index].weight) * inverse
+        if term.kind == "mean" and weights[index] is not None:
+            share = tf.math.divide_no_nan(term.weight, weights[index]) * inverse
             return loss * tf.cast(share, loss.dtype)
         return loss
 
@@ -263,11 +314,77 @@ def _loss_of(
     return np.asarray(keras.ops.convert_to_numpy(loss), "float64"), met
 
 
-def made_up(rng: np.random.Generator, spec: Any, rows: int) -> Any:
+def _positive(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
+    return rng.uniform(0.1, 0.9, shape)
+
+
+def _any(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
+    return rng.normal(size=shape)
+
+
+def made_up(
+    rng: np.random.Generator, spec: Any, rows: int, draw: Any = _positive
+) -> tf.Tensor | None:
+    """Samples of the shape and dtype of `spec`, in float32 at least."""
     if spec is None:
         return None
     shape = [rows, *[3 if size is None else size for size in spec.shape[1:]]]
     dtype = tf.as_dtype(spec.dtype)
     if dtype.is_floating:
-        return tf.constant(rng.uniform(0.1, 0.9, shape), dtype)
+        return tf.constant(draw(rng, shape), dtype if dtype.size >= 4 else tf.float32)
     return tf.constant(rng.integers(0, 2, shape), dtype)
+
+
+# --- Compiled losses, which Keras computes.
+
+
+def fall_apart(model: keras.Model, arguments: Any) -> bool:
+    """Whether a compiled loss of the user's is more than its samples' losses together.
+
+    One whose values depend on the whole batch, or that reduces by itself. Keras's own are
+    not tried, but for those of which that is known.
+
+    Args:
+        model: the model, whose `compute_loss` is Keras's.
+        arguments: `x, y, y_pred, sample_weight`, as a loss is computed of.
+    """
+    losses = keras.tree.flatten(model.loss)
+    if any(map(_compares_samples, losses)):
+        return True
+    if all(map(_is_of_keras, losses)):
+        return False
+    known = _tried.setdefault(model, {})
+    key = (id(model.loss), kind_of(arguments))
+    if key not in known:
+
+        def compute(*arguments: Any) -> tf.Tensor:
+            with nothing_moves(model):
+                return compute_loss(model, *arguments)
+
+        known[key] = _holds_on_made_up(compute, arguments, None) is False
+    return known[key]
+
+
+_tried: "weakref.WeakKeyDictionary[keras.Model, dict[Any, bool]]"
+_tried = weakref.WeakKeyDictionary()
+
+
+def _compares_samples(loss: Any) -> bool:
+    """Whether a loss is one of Keras's that looks at pairs of samples."""
+    named = isinstance(loss, str) and loss.lower() in ("circle",)
+    return named or isinstance(loss, keras.losses.Circle)
+
+
+def _is_of_keras(loss: Any) -> bool:
+    """Whether a loss is one of Keras's: the others of them take samples one by one."""
+    if isinstance(loss, str):
+        try:
+            loss = keras.losses.get(loss)
+        except ValueError:
+            return False
+    made_of = [loss]
+    if isinstance(loss, keras.losses.Loss):
+        made_of = [type(loss), *([loss.fn] if hasattr(loss, "fn") else [])]
+    return all(
+        x is None or getattr(x, "__module__", "").startswith("keras.") for x in made_of
+    )

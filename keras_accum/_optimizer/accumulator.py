@@ -258,6 +258,10 @@ class Accumulator:
             self.reference_weight.assign(tf.where(first, one, held_weight))
         return tf.greater_equal(taken, held)
 
+    def forget_reference(self) -> None:
+        """Have the next micro-batch weigh as much as those that are held, each."""
+        self.reference_weight.assign(tf.zeros((), self.scalar_dtype))
+
     def end_with_next(self) -> None:
         """Have the next micro-step end the window, whatever its length is."""
         self.micro_step.assign(1)

@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from .._backend.private.losses import (
     call_losses,
-    has_own_compute_loss,
     is_a_part,
     listen_to_reductions,
     regularization,
@@ -18,7 +17,7 @@ from .._backend.private.models import build_compiled
 from .._batch_norm import pool_first_or_next
 from .._core.added_losses import learn_kinds
 from .._core.loss import Terms, check_sums, describe, loss_of_none, optimizer_weight
-from .._core.own_loss import Understanding, understand
+from .._core.own_loss import what_is_known
 from .accumulator import Weight
 from .pending import PendingWeight
 
@@ -71,25 +70,12 @@ def _weighted(
     hook = getattr(model, "compute_loss_weight", None)
     if hook is not None:
         return loss, Weight(tf.convert_to_tensor(hook(*arguments)), rest)
-    known = Understanding(frozenset(range(len(compiled))), True)
-    if has_own_compute_loss(model):
-        known = _understand(model, arguments, loss, reduced, added)
+    known = what_is_known(model, arguments, compiled, (loss, reduced, added))
     terms = Terms(compiled, added, *known)
     if optimizer.reduction == "sum":
         check_sums(terms, model)
         return (loss if regular is None else loss + optimizer.once(regular)), None
     return loss, Weight(optimizer_weight(terms, rows, model), rest)
-
-
-def _understand(
-    model: keras.Model,
-    arguments: Any,
-    loss: tf.Tensor,
-    reduced: list[tf.Tensor],
-    added: tuple[tf.Tensor, ...],
-) -> Understanding:
-    """What the user's `compute_loss` is made of; read once for a model."""
-    return understand(model, arguments, (loss, reduced, added))
 
 
 def _rows(arguments: Any) -> tuple[int | None, tf.Tensor]:

@@ -207,6 +207,7 @@ class AccumOptimizer(ScalesLoss):
         self._scales_by_itself = True
         self._model: Any = lambda: None  # The one that is compiled with this optimizer.
         self._announces = False
+        self._first_is_unknown = False
         self._sealed = True
 
     # -------------------------------------------------------------- meeting a model
@@ -401,22 +402,48 @@ class AccumOptimizer(ScalesLoss):
             self.apply_weighted(grads, trainable_variables, Weight(weight, zero))
             return
         known, pending = self._pending_weight.get()
+        if self._heard_nothing_yet(known, heard):
+            self._first_is_unknown = True
+            self.apply_weighted(grads, trainable_variables, pending)
+            self._accumulator.forget_reference()
+            return
         self.apply_weighted(
             grads, trainable_variables, self._unsaid(known, pending, heard)
         )
+
+    def _heard_nothing_yet(self, known: tf.Tensor, heard: tf.Tensor | None) -> bool:
+        """Whether a loss may have been computed before this optimizer could hear of it.
+
+        In an eager loop whose optimizer nobody has built, that is the first one's.
+        """
+        if self.built or not tf.executing_eagerly() or replica.distributed():
+            return False
+        return heard is None and not bool(known) and self._matters()
+
+    def _matters(self) -> bool:
+        """Whether an update depends on what micro-batches weigh."""
+        return self.reduction == "mean" and self._accum_steps != 1
 
     def _unsaid(
         self, known: tf.Tensor, pending: Weight, heard: tf.Tensor | None
     ) -> Weight:
         """The weight of a micro-batch of which nothing was said."""
+        first_is_unknown, self._first_is_unknown = self._first_is_unknown, False
+        if first_is_unknown and heard is not None:
+            warn(
+                "The loss of the first micro-batch was computed before this optimizer was "
+                "built, and what it weighs was not heard: it counts as much as the second. "
+                "Build the optimizer before the loop, "
+                "`optimizer.build(model.trainable_variables)`.",
+                about=self,
+            )
         if heard is not None:
             value = tf.where(known, pending.value, tf.cast(heard, pending.value.dtype))
             return Weight(value, pending.samples)
         announces = self._announces
         if tf.executing_eagerly():
             announces = bool(known)
-        matters = self.reduction == "mean" and self._accum_steps != 1
-        if matters and not announces:
+        if self._matters() and not announces:
             warn(
                 "The weight of a micro-batch is not known: no Keras loss, or more than "
                 "one, was computed since the last `apply`. Each counts as 1, which is the "

@@ -31,7 +31,7 @@ from .._core.loss import (
     warn_of_unknown,
 )
 from .._core.moving_state import warn_of_moved
-from .._core.own_loss import Understanding, nothing_moves, understand
+from .._core.own_loss import Understanding, nothing_moves, what_is_known
 from .._optimizer.wrapper import AccumOptimizer
 
 # Even, and not a size that much else has.
@@ -145,12 +145,12 @@ def _computed(model: keras.Model, micro_batch: Any, samples: int | None) -> Foun
         with listen_to_reductions(note):
             total = compute_loss(model, x, y, y_pred, sample_weight)
         added = call_losses(model)
-        with scalar_metrics(model) as scalars:
+        with scalar_metrics(model, samples) as scalars:
             model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
     known = Understanding(frozenset(range(len(compiled))), True)
-    if has_own_compute_loss(model) and loss_weight_function(model) is None:
+    if loss_weight_function(model) is None:
         arguments = (x, y, y_pred, sample_weight)
-        known = understand(model, arguments, (total, reduced, added))
+        known = what_is_known(model, arguments, compiled, (total, reduced, added))
     kinds = tuple(tf.TensorSpec(value.shape, value.dtype) for value in added)
     return Found(Terms(tuple(compiled), kinds, *known), tuple(scalars))
 

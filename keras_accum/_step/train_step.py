@@ -28,7 +28,7 @@ from .._backend.private.layers import call
 from .._backend.private.losses import (
     compute_loss,
     listen_to_reductions,
-    multiply_vector_losses,
+    multiply_summed_losses,
     regularization,
     tracked_apart,
     undivided_losses,
@@ -270,7 +270,7 @@ def _loss_function(
 
         y_pred = call(model, x)
         if terms.vectors and terms.complete and hook is None:
-            multiply_vector_losses(model, inverse)
+            multiply_summed_losses(model, inverse)
         with listen_to_reductions(adjust):
             loss = compute_loss(model, x, y, y_pred, sample_weight)
         if adds_up(model.optimizer) and (regular := regularization(model)) is not None:

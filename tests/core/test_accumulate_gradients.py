@@ -14,6 +14,7 @@ from helpers import (
     data,
     dense_model,
     in_mode,
+    told,
     variable,
 )
 
@@ -744,3 +745,80 @@ def test_an_empty_batch_known_only_when_it_runs_is_refused_then():
     ):
         run((tf.zeros((0, 2)), tf.zeros(0)))
     assert int(ran) == 0
+
+
+# --- What a Keras loss in the function was divided by.
+
+
+def heard(make_loss, *, graph=False, **how):
+    """Loss and gradients of micro-batches, and of the batch at once."""
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2)])
+    x, y = data(14, outputs=2)
+    weights = (0.1 + np.arange(14) % 4).astype("float32")
+    batch = tuple(tf.constant(each) for each in (x, y, weights))
+    variables = model.trainable_variables
+
+    def loss_fn(micro_batch):
+        x, y, weights = micro_batch
+        return make_loss(y, model(x), weights)
+
+    def split():
+        return ka.accumulate_gradients(
+            loss_fn, variables, batch, micro_batch_size=4, **how
+        )
+
+    found = tf.function(split)() if graph else split()
+    with tf.GradientTape() as tape:
+        loss = loss_fn(batch)
+    gradients = tape.gradient(loss, [v.value for v in variables])
+    return [found[0], *found[1]], [loss, *gradients]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_the_weight_is_what_the_keras_loss_was_divided_by(graph):
+    weighted = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    found, expected = heard(weighted, graph=graph)
+    assert_close(found, expected, 2e-6)
+    plain, _ = heard(lambda y, y_pred, w: keras.losses.MeanSquaredError()(y, y_pred))
+    assert_differ(found, plain)
+
+
+def test_a_sum_of_keras_is_refused_as_a_mean_and_the_other_way():
+    for kind, other, loss in (
+        ("sum", "mean", keras.losses.MeanSquaredError(reduction="sum")),
+        ("mean", "sum", keras.losses.MeanSquaredError()),
+    ):
+        assert_refused(
+            lambda loss=loss, other=other: heard(loss, reduction=other),
+            ValueError,
+            f"`loss_fn` returns a Keras loss that is a {kind}. Received: "
+            f"reduction='{other}'. Pass `reduction='{kind}'`.",
+        )
+        found, expected = heard(loss, reduction=kind)
+        assert_close(found, expected, 2e-6)
+
+
+def test_several_keras_losses_that_weigh_unlike_are_said():
+    weighted = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+
+    def both(y, y_pred, weights):
+        return weighted(y, y_pred, weights) + weighted(y, y_pred, weights**2)
+
+    with pytest.warns(UserWarning) as caught:
+        heard(both)
+    assert set(told(caught)) == {
+        "What `loss_fn` divides by is not known: it computes several Keras losses, or in a "
+        "function of its own. Micro-batches weigh by their samples. Return a pair, the "
+        "loss and its weight: what it was divided by."
+    }
+
+
+def test_what_is_no_pair_of_a_loss_and_a_weight_is_refused():
+    assert_refused(
+        lambda: heard(lambda y, y_pred, w: (tf.reduce_mean(y_pred), y_pred)),
+        ValueError,
+        "`loss_fn` must return a scalar, the mean loss of the micro-batch, or a pair of it "
+        "and its weight, the scalar that it was divided by. Received 2 values, of the "
+        "shapes (), (4, 2).",
+    )

@@ -15,6 +15,7 @@ from helpers import (
     fit,
     in_mode,
     state,
+    told,
 )
 
 import keras_accum as ka
@@ -162,3 +163,34 @@ def test_a_loss_that_a_layer_adds_beside_a_weighted_one_is_warned_of(added, recw
         "exact for both."
     )
     assert (message in [str(w.message) for w in recwarn]) == added
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_first_loss_of_an_optimizer_that_nobody_built(weighted):
+    """Before it is built, it hears of no loss: the first counts as much as the second."""
+    reduction = "mean_with_sample_weight" if weighted else "sum_over_batch_size"
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    x, y = data(16, outputs=3)
+    weights = (0.5 + np.arange(16) // 4).astype("float32")
+
+    def train(optimizer, size):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+        variables = model.trainable_variables
+        for start in range(0, 16, size):
+            rows = slice(start, start + size)
+            with tf.GradientTape() as tape:
+                value = loss(y[rows], model(x[rows]), weights[rows])
+            optimizer.apply(tape.gradient(value, [v.value for v in variables]), variables)
+        return model.get_weights()
+
+    expected = train(keras.optimizers.SGD(0.1), 16)
+    optimizer = ka.AccumOptimizer(keras.optimizers.SGD(0.1), 4)
+    with pytest.warns(UserWarning) as caught:
+        found = train(optimizer, 4)
+    assert told(caught) == [
+        "The loss of the first micro-batch was computed before this optimizer was built, "
+        "and what it weighs was not heard: it counts as much as the second. Build the "
+        "optimizer before the loop, `optimizer.build(model.trainable_variables)`."
+    ]
+    (assert_differ if weighted else assert_close)(found, expected)

@@ -108,6 +108,14 @@ def mean_of_squares(inputs):
     return keras.ops.mean(inputs**2)
 
 
+def mean_of_shape_one(inputs):
+    return keras.ops.reshape(mean_of_squares(inputs), (1, 1))
+
+
+def means_of_features(inputs):
+    return keras.ops.mean(inputs**2, axis=0)
+
+
 def of_the_batch(inputs):
     return keras.ops.sum(keras.ops.mean(inputs, axis=0) ** 2)
 
@@ -125,6 +133,19 @@ def test_one_value_that_is_a_sum_over_samples_adds_up(split, start, eager, recwa
     expected = check(make, SPLITS[split], run_eagerly=eager)
     mean = make(layers.Dropout(0.0), OneValue(mean_of_squares, start), Mean())
     assert_differ(expected, train(lambda: mean, 13, run_eagerly=eager)[0])
+    assert told(recwarn) == []
+
+
+@pytest.mark.parametrize("function", [mean_of_shape_one, means_of_features])
+def test_means_with_axes_are_no_sums(function, recwarn):
+    def make():
+        return stack(OneValue(function))
+
+    expected = check(make, SPLITS["step"])
+    check(make, SPLITS["two passes"])
+    found, _ = train(make, 4, accumulating(), run_eagerly=True)
+    assert_close(found, train(make, 13, keras.optimizers.SGD(0.01))[0], 2e-6)
+    assert_differ(expected, train(lambda: stack(OneValue(sum_of_squares)), 13)[0])
     assert told(recwarn) == []
 
 
@@ -168,11 +189,11 @@ def test_what_is_neither_a_mean_nor_a_sum_is_said_once(route):
     with pytest.warns(UserWarning) as caught:
         train(lambda: stack(OneValue(of_the_batch)), 4, **how)
     assert told(caught) == [
-        "The layer 'one_value' passes one value to `add_loss` that is neither a mean nor a "
-        "sum over samples, as far as can be found out. Micro-batches weigh by their "
-        "samples: the mean of their values is taken, not the value of the batch. Pass one "
-        "value per sample, which Keras adds up; or compute the loss from outputs of the "
-        "model, with `accumulate(model, ..., two_pass=True)`."
+        "What the layer 'one_value' passes to `add_loss` is neither a mean nor a sum over "
+        "samples, as far as can be found out. Micro-batches weigh by their samples: the "
+        "mean of their values is taken, not the value of the batch. Pass one value per "
+        "sample, which Keras adds up; or compute the loss from outputs of the model, with "
+        "`accumulate(model, ..., two_pass=True)`."
     ]
 
 

@@ -218,3 +218,113 @@ def test_a_loss_of_validation_is_not_a_micro_batchs():
         optimizer.apply(tape.gradient(loss, [variable.value]), [variable])
     # Σ w g / Σ w with weights 3 and 1 and gradients 0 and -6.
     assert_close(variable, np.array([1.0 + 6 / 4]))
+
+
+# --- Compiled losses of the user's.
+
+COUPLED = (
+    "A loss of this model is not made of losses of its samples alone: its values depend on "
+    "the batch as a whole, are not one or more of each sample, or are reduced by the loss "
+    "itself. Micro-batches weigh by their samples. Return values of each sample from "
+    "`call`, and let Keras reduce them; or use `accumulate(model, ..., two_pass=True)`, "
+    "which is exact for any loss of the predictions."
+)
+
+
+def squares(y, y_pred):
+    return keras.ops.mean(keras.ops.square(y - y_pred), axis=-1)
+
+
+def divided_by_batch(y, y_pred):
+    return squares(y, y_pred) / keras.ops.cast(keras.ops.shape(y)[0], "float32")
+
+
+def balanced(y, y_pred):
+    weights = keras.ops.cast(y[:, 0] > 0, "float32") + 0.5
+    return weights / keras.ops.mean(weights) * squares(y, y_pred)
+
+
+def each_feature(y, y_pred):
+    return keras.ops.mean(keras.ops.square(y - y_pred), axis=0)
+
+
+def one_value(y, y_pred):
+    return keras.ops.reshape(keras.ops.mean(keras.ops.square(y - y_pred)), (1,))
+
+
+class MeanByWeights(keras.losses.Loss):
+    """Reduces by itself, so that Keras is not asked to."""
+
+    def __call__(self, y, y_pred, sample_weight=None):
+        return keras.ops.sum(squares(y, y_pred) * sample_weight) / keras.ops.sum(
+            sample_weight
+        )
+
+
+class OfSamples(keras.losses.Loss):
+    """A loss of the user's as it should be."""
+
+    def call(self, y, y_pred):
+        return keras.ops.max(keras.ops.abs(y - y_pred), axis=-1)
+
+
+def train_by(loss, batch, optimizer=None, **split):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+    if split:
+        ka.accumulate(model, **split)
+    model.compile(optimizer or keras.optimizers.SGD(0.1), loss, run_eagerly=True)
+    x, y = data(14, outputs=3)
+    weights = (0.5 + np.arange(14) % 3).astype("float32")
+    weights = None if loss is each_feature else weights
+    model.fit(x, y, batch, sample_weight=weights, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+ROUTES = {
+    "step": lambda loss: train_by(loss, 14, micro_batch_size=4),
+    "optimizer": lambda loss: train_by(
+        loss, 4, ka.AccumOptimizer(keras.optimizers.SGD(0.1), 4)
+    ),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: divided_by_batch,
+        lambda: balanced,
+        lambda: each_feature,
+        lambda: one_value,
+        MeanByWeights,
+        lambda: keras.losses.get(balanced),
+    ],
+)
+def test_a_compiled_loss_that_does_not_fall_apart_is_said_once(make, route):
+    with pytest.warns(UserWarning) as caught:
+        ROUTES[route](make())
+    assert told(caught) == [COUPLED]
+    exact = train_by(make(), 14, micro_batch_size=4, two_pass=True)
+    assert_close(exact, train_by(make(), 14), 2e-6)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("make", [OfSamples, lambda: squares, lambda: "huber"])
+def test_a_compiled_loss_of_samples_is_exact(make, route, recwarn):
+    found = ROUTES[route](make())
+    expected = train_by(make(), 14)
+    assert_close(found, expected, 2e-6)
+    assert_differ(found, train_by(divided_by_batch, 14))
+    assert told(recwarn) == []
+
+
+def test_keras_own_loss_of_pairs_of_samples_is_known():
+    keras.utils.set_random_seed(1)
+    model = ka.accumulate(
+        keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)]), accum_steps=2
+    )
+    model.compile("sgd", keras.losses.Circle(), run_eagerly=True)
+    with pytest.warns(UserWarning) as caught:
+        model.train_on_batch(data(8)[0], np.arange(8) % 3)
+    assert told(caught) == [COUPLED]

@@ -296,53 +296,57 @@ def tracked_apart(model: keras.Model) -> Iterator[Callable[..., None]]:
     yield track
 
 
+class AddedLoss(NamedTuple):
+    """What a layer passed to `add_loss` in its last call.
+
+    Attributes:
+        layer: the layer.
+        value: a tensor of any shape; Keras adds it up.
+        is_sum: whether what it comes to is a sum over samples, else a mean; None if that
+            was not found out.
+    """
+
+    layer: keras.layers.Layer
+    value: tf.Tensor
+    is_sum: bool | None
+
+
+def added_losses(model: keras.Model) -> list[AddedLoss]:
+    """What the layers passed to `add_loss` in their last call, without regularisers."""
+    layers = {id(layer): layer for layer in [model, *flatten_layers(model)]}.values()
+    return [
+        AddedLoss(layer, value, _kinds.get(layer, {}).get(index, is_sum(value) or None))
+        for layer in layers
+        for index, value in enumerate(layer._get_own_losses())
+    ]
+
+
+# By layer, whether a value that it adds in a call, by its position, is a sum over samples.
+_kinds: "weakref.WeakKeyDictionary[keras.layers.Layer, dict[int, bool]]"
+_kinds = weakref.WeakKeyDictionary()
+
+
+def remember_kinds(model: keras.Model, kinds: Sequence[bool]) -> None:
+    """Note of each of `added_losses(model)` whether it is a sum over samples."""
+    positions: dict[int, int] = {}
+    for added, is_a_sum in zip(added_losses(model), kinds):
+        index = positions.get(id(added.layer), 0)
+        positions[id(added.layer)] = index + 1
+        _kinds.setdefault(added.layer, {})[index] = is_a_sum
+
+
 def call_losses(model: keras.Model) -> list[tf.Tensor]:
     """What the layers passed to `add_loss` in their last call, without regularisers.
 
-    What adds up over samples has an axis: of one value it is made a vector.
+    Sums over samples have an axis, means have none.
     """
-    return [
-        tf.reshape(loss, [1]) if loss.shape.rank == 0 and adds_up else loss
-        for _, loss, adds_up in _added_by_layers(model)
-    ]
 
+    def by_kind(added: AddedLoss) -> tf.Tensor:
+        if added.is_sum:
+            return added.value if added.value.shape.rank else added.value[None]
+        return tf.reduce_sum(added.value) if added.value.shape.rank else added.value
 
-def losses_of_layers(model: keras.Model) -> list[tuple[keras.layers.Layer, tf.Tensor]]:
-    """The layers that passed one value to `add_loss` in their last call, and the value.
-
-    Without those that are known to add up over samples.
-    """
-    return [
-        (layer, loss)
-        for layer, loss, adds_up in _added_by_layers(model)
-        if not adds_up and loss.shape.rank == 0
-    ]
-
-
-def _added_by_layers(
-    model: keras.Model,
-) -> list[tuple[keras.layers.Layer, tf.Tensor, bool]]:
-    """Each loss that a layer has added, and whether it adds up over samples."""
-    layers = {id(layer): layer for layer in [model, *flatten_layers(model)]}.values()
-    return [
-        (layer, loss, is_sum(loss) or index in _sums.get(layer, ()))
-        for layer in layers
-        for index, loss in enumerate(layer._get_own_losses())
-    ]
-
-
-# By layer, which of the values that it adds in a call are sums over samples.
-_sums: "weakref.WeakKeyDictionary[keras.layers.Layer, set[int]]"
-_sums = weakref.WeakKeyDictionary()
-
-
-def remember_sums(model: keras.Model, sums: Sequence[tf.Tensor]) -> None:
-    """Have `call_losses` give vectors for `sums`, which layers added, from now on."""
-    known = {id(loss) for loss in sums}
-    for layer in {id(x): x for x in [model, *flatten_layers(model)]}.values():
-        for index, loss in enumerate(layer._get_own_losses()):
-            if id(loss) in known:
-                _sums.setdefault(layer, set()).add(index)
+    return [by_kind(added) for added in added_losses(model)]
 
 
 @contextlib.contextmanager
@@ -382,26 +386,28 @@ def tell_activity_losses() -> None:
 
 
 def mark_as_sum(loss: tf.Tensor) -> None:
-    """Have `call_losses` give a vector for `loss`."""
+    """Have `added_losses` know that `loss` is a sum over samples."""
     loss._keras_accum_sum = True
 
 
 def is_sum(loss: tf.Tensor) -> bool:
-    """Whether Keras adds up `loss` over samples: several values, or marked so."""
-    return loss.shape.rank != 0 or getattr(loss, "_keras_accum_sum", False)
+    """Whether `loss` is marked as a sum over samples."""
+    return getattr(loss, "_keras_accum_sum", False)
 
 
-def multiply_vector_losses(model: keras.Model, factor: tf.Tensor) -> None:
-    """Multiply what layers passed to `add_loss` that adds up over samples.
+def multiply_summed_losses(model: keras.Model, factor: tf.Tensor) -> None:
+    """Multiply what layers passed to `add_loss` that is a sum over samples.
 
     Keras adds it up when it computes the loss; before, it is in lists.
     """
-    for layer in {id(x): x for x in [model, *flatten_layers(model)]}.values():
-        sums = _sums.get(layer, ())
-        layer._losses[:] = [
-            loss * tf.cast(factor, loss.dtype) if is_sum(loss) or i in sums else loss
-            for i, loss in enumerate(layer._losses)
-        ]
+    values: dict[int, list[tf.Tensor]] = {}
+    layers = {}
+    for layer, value, is_a_sum in added_losses(model):
+        layers[id(layer)] = layer
+        changed = value * tf.cast(factor, value.dtype) if is_a_sum else value
+        values.setdefault(id(layer), []).append(changed)
+    for key, layer in layers.items():
+        layer._losses[:] = values[key]
 
 
 def forget_call_losses(model: keras.Model) -> None:

@@ -162,10 +162,14 @@ def call_traces(model: keras.Model) -> list[Any]:
 
 
 @contextlib.contextmanager
-def scalar_metrics(model: keras.Model) -> Iterator[list[str]]:
-    """The names of metrics that reduce a batch to one number, as they are computed.
+def scalar_metrics(model: keras.Model, rows: int | None) -> Iterator[list[str]]:
+    """The names of metrics that reduce a batch, as they are computed.
 
     Keras takes the mean of what a metric function returns, and does not tell of its shape.
+
+    Args:
+        model: the model.
+        rows: the samples of the batch, if they are known.
     """
     found: list[str] = []
     compiled = model._compile_metrics
@@ -175,7 +179,7 @@ def scalar_metrics(model: keras.Model) -> Iterator[list[str]]:
     def observed(metric: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         def compute(*args: Any, **kwargs: Any) -> Any:
             values = function(*args, **kwargs)
-            if len(values.shape) == 0:
+            if len(values.shape) == 0 or (rows or values.shape[0]) != values.shape[0]:
                 found.append(metric.name)
             return values
 
