@@ -203,7 +203,9 @@ def check_dtype(dtype: Any) -> str | None:
 
 def check_weight(weight: Any) -> tuple[tf.Tensor, list[tf.Operation]]:
     """`weight` as a float scalar, and what has to hold when it runs."""
-    weight = tf.convert_to_tensor(weight)
+    given, weight = weight, tf.convert_to_tensor(weight)
+    if not (weight.dtype.is_floating or weight.dtype.is_integer):
+        raise TypeError(f"`weight` must be a number. Received: {given!r}")
     if weight.dtype not in (tf.float32, tf.float64):
         weight = tf.cast(weight, "float32")
     if weight.shape.rank not in (0, None):

@@ -194,3 +194,16 @@ def test_the_first_loss_of_an_optimizer_that_nobody_built(weighted):
         "optimizer before the loop, `optimizer.build(model.trainable_variables)`."
     ]
     (assert_differ if weighted else assert_close)(found, expected)
+
+
+def test_a_weight_that_is_no_number_is_refused():
+    variable = keras.Variable([1.0])
+    optimizer = ka.AccumOptimizer("sgd", 2)
+    for weight in ("a", True):
+        assert_refused(
+            lambda weight=weight: optimizer.apply(
+                [tf.ones(1)], [variable], weight=weight
+            ),
+            TypeError,
+            f"`weight` must be a number. Received: {weight!r}",
+        )
