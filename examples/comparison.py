@@ -1,5 +1,6 @@
 """Two trainings side by side: what each leaves, how far they lie apart, a picture."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,15 @@ import numpy as np
 matplotlib.use("Agg")  # Draws into files, so a machine without a screen will do.
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import (
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    PercentFormatter,
+)
 
 Weights = Sequence[np.ndarray]
 
@@ -104,9 +112,20 @@ def over_epochs(axis: Axes, epochs: int) -> None:
     """Dress a graph of something that epochs change."""
     axis.set_xlabel("epoch")
     axis.set_xlim(0.5, epochs + 0.5)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     plain(axis)
-    axis.legend(frameon=False)
+    whole_numbers(axis.xaxis)
+    legend_below(axis)
+
+
+def whole_numbers(axis: Axis) -> None:
+    """Have ticks at whole numbers only, as epochs and updates are."""
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def legend_below(axis: Axes, columns: int = 2) -> None:
+    """Put the legend below the graph, where it covers nothing."""
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14)}
+    axis.legend(frameon=False, ncols=columns, **place)
 
 
 def plain(axis: Axes) -> None:
@@ -114,6 +133,46 @@ def plain(axis: Axes) -> None:
     axis.grid(alpha=0.25)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
+    if axis.get_yscale() == "log" and axis.yaxis.get_transform().base == 10:
+        one_notation(axis.yaxis)
+
+
+def one_notation(axis: Axis) -> None:
+    """Write all ticks of a logarithmic axis alike: powers of ten, or plain numbers.
+
+    Matplotlib labels ticks between the powers by another rule, and in another notation.
+    """
+    low, high = axis.get_view_interval()
+    narrow = math.log10(high / low) < 2
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,)))
+    axis.set_minor_formatter(NullFormatter())
+    if isinstance(axis.get_major_formatter(), PercentFormatter):
+        axis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 * x:g} %"))
+    elif narrow:
+        axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+
+
+def judge_learning(
+    failed: str | None, trained: int, needed: int, what: str
+) -> str | None:
+    """Say that a training was too short to be judged, or exit if it was long enough.
+
+    Whether numbers are right is another question, which a script answers before.
+
+    Args:
+        failed: what was not reached, in a sentence; None if all was.
+        trained: how many epochs, or updates, were made.
+        needed: how many the default run makes.
+        what: "epochs" or "updates".
+    """
+    if failed is None:
+        return None
+    if trained >= needed:
+        raise SystemExit(f"Failed to learn: {failed}")
+    return (
+        f"Not judged: what was learnt in {trained} {what}; {needed} are the default. "
+        f"{failed}"
+    )
 
 
 def finish(figure: Figure, title: str, path: Path) -> None:
@@ -132,7 +191,7 @@ def plot_curves(axis: Axes, metric: str, accumulated: Run, large: Run | None) ->
         epochs = range(1, len(thin) + 1)
         if large:
             pale, label = large.history[prefix + metric], f"{part}, large batch"
-            axis.plot(epochs, pale, color, lw=7, alpha=0.25, label=label)
+            axis.plot(epochs, pale, color, lw=7, alpha=0.25, marker="o", label=label)
         label = f"{part}, accumulated"
         axis.plot(epochs, thin, color, lw=1.6, ls="--", marker=".", label=label)
 
@@ -146,7 +205,7 @@ def plot_distances(axis: Axes, runs: Mapping[str, tuple[Run, str]], large: Run) 
     """Draw how far runs, given with a colour each, lie from `large` after each epoch."""
     epochs = range(1, len(large.weights))
     moved = [difference(large.weights[e], large.weights[0])[0] for e in epochs]
-    axis.plot(epochs, moved, "0.6", lw=1.6, label="moved since the start")
+    axis.plot(epochs, moved, "0.6", lw=1.6, marker=".", label="moved since the start")
     for label, (run, color) in runs.items():
         apart = [difference(run.weights[e], large.weights[e])[0] for e in epochs]
         axis.plot(epochs, apart, color, lw=1.6, marker="o", ms=3, label=label)

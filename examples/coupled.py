@@ -138,7 +138,8 @@ def plot_runs(loss: Axes, weights: Axes, runs: Runs) -> None:
     """Draw the losses, and how far the weights lie from the large batch's."""
     epochs = range(1, len(runs[LARGE].weights))
     for name in (LARGE, TWO_PASS, SPLIT):
-        style = {"lw": 7, "alpha": 0.25} if name == LARGE else {"ls": "--", "marker": "."}
+        pale = {"lw": 7, "alpha": 0.25, "marker": "o"}
+        style = pale if name == LARGE else {"ls": "--", "marker": "."}
         loss.plot(epochs, runs[name].history["loss"], COLORS[name], label=name, **style)
     shown = {name: (runs[name], COLORS[name]) for name in (TWO_PASS, SPLIT)}
     plot_distances(weights, shown, runs[LARGE])

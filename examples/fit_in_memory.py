@@ -15,6 +15,8 @@ import os
 
 # Before TensorFlow is imported: it reports its build options as warnings.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Likewise: else the allocator of CPUs counts only where oneDNN is on by default.
+os.environ.setdefault("TF_CPU_ALLOCATOR_USE_BFC", "1")
 
 import argparse
 import gc
@@ -25,7 +27,15 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
-from comparison import Weights, difference, finish, plain, plt
+from comparison import (
+    Weights,
+    difference,
+    finish,
+    legend_below,
+    plain,
+    plt,
+    whole_numbers,
+)
 from train_digits import load_samples, scale
 
 import keras_accum
@@ -158,7 +168,8 @@ def plot(planned: Run, large: Run, plan: keras_accum.Plan, path: Path) -> None:
     losses.set(title="Loss", xlabel="update", ylabel="mean cross-entropy")
     for axis in (peaks, losses):
         plain(axis)
-        axis.legend(frameon=False)
+        whole_numbers(axis.xaxis)
+        legend_below(axis, columns=3)
     finish(figure, f"One update per {plan.batch_size} images", path)
 
 

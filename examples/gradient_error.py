@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import keras
 import numpy as np
 import tensorflow as tf
-from comparison import Weights, plain
+from comparison import Weights, legend_below, plain
 from matplotlib.axes import Axes
 from source_text import PADDING, Batch
 
@@ -133,10 +133,11 @@ def plot_errors(bars: Axes, errors: Sequence[Errors]) -> None:
     bars.set(
         title="Error of the gradient, relative to the whole batch's",
         xlabel="sequences in a micro-batch",
+        ylabel="relative error",
         xticks=places,
         xticklabels=sizes,
         yscale="log",
-        ylim=(1e-8, 1e3),
+        ylim=(1e-8, 1e1),
     )
-    bars.legend(frameon=False, ncols=2, loc="upper center")
+    legend_below(bars)
     plain(bars)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 pytest.importorskip("tensorflow_datasets")
@@ -73,3 +74,51 @@ def test_train_multi_worker_resumes_after_a_worker_was_lost(tmp_path):
     assert_compared(printed, first=2)
     # Epoch 1 of the run on one device alone.
     assert printed.count("Epoch 1/3") == 1 and not backup.exists()
+
+
+def test_quick_start():
+    printed = run("quick_start.py")
+    apart = re.findall(r"(.*\S) +differs by (\S+)", printed)
+    assert [name for name, _ in apart] == [
+        "in the optimizer",
+        "in the step",
+        "batches of 16",
+    ]
+
+
+@pytest.mark.slow  # `tests/step/test_keras_hub.py` trains such models by both routes.
+def test_fine_tune_lora():
+    pytest.importorskip("keras_hub")
+    printed = run("fine_tune_lora.py", "--updates", 2)
+    assert "KiB with LoRA" in printed
+    assert "Checked: both routes train as the large batch does" in printed
+
+
+def test_a_short_training_is_not_judged_and_a_long_one_is(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from comparison import judge_learning
+
+    assert judge_learning(None, 1, 8, "epochs") is None
+    assert judge_learning(None, 8, 8, "epochs") is None
+    assert judge_learning("The score is 0.1.", 7, 8, "epochs") == (
+        "Not judged: what was learnt in 7 epochs; 8 are the default. The score is 0.1."
+    )
+    for epochs in (8, 9):
+        with pytest.raises(SystemExit) as error:
+            judge_learning("The score is 0.1.", epochs, 8, "epochs")
+        assert str(error.value) == "Failed to learn: The score is 0.1."
+
+
+def test_numbers_that_differ_fail_however_short_the_training(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from comparison import Run
+    from coupled import LARGE, SPLIT, TWO_PASS, check
+
+    def after_one_epoch(weight):
+        start, end = np.ones(1, "float32"), np.full(1, weight, "float32")
+        return Run({}, [[start], [end]], 0.0)
+
+    runs = {LARGE: after_one_epoch(2.0), SPLIT: after_one_epoch(3.0)}
+    assert "Checked" in check({**runs, TWO_PASS: after_one_epoch(2.0)})
+    with pytest.raises(SystemExit, match=r"^Failed: after epoch 1 the weights of two_"):
+        check({**runs, TWO_PASS: after_one_epoch(2.01)})
