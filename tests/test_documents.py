@@ -128,6 +128,18 @@ def test_readme_names_what_is_public():
     assert "`GradientAccumulationModel`" in README
 
 
+def test_readme_is_short_and_its_links_and_its_measured_numbers_are_there():
+    assert len(README.splitlines()) <= 150
+    for path in re.findall(r"\]\(([\w/.]+)\)", README):
+        assert (ROOT / path).exists(), path
+    measured = (ROOT / "benchmarks" / "README.md").read_text()
+    costs = README.partition("## What it costs")[2].partition("## What is in it")[0]
+    numbers = re.findall(r"\b\d+\.\d+\b", costs)
+    assert len(numbers) > 15
+    for number in numbers:
+        assert number in measured, number
+
+
 def test_changelog_tells_of_every_public_name():
     changelog = (ROOT / "CHANGELOG.md").read_text()
     for name in vars(ka):
