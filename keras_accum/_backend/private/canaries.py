@@ -256,6 +256,8 @@ def optimizers_can_be_steered(_: keras.Model) -> None:
     optimizer = keras.optimizers.SGD(use_ema=True, ema_overwrite_frequency=1, name="sgd")
     variable = keras.Variable([2.0], name="variable", dtype="float32")
     optimizer.build([variable])
+    _expect(optimizers.index_of(optimizer, variable) == 0, "the order of variables")
+    _expect(optimizers.trained_by(optimizer) == [variable], "the variables trained")
     with strategies.replicas_left_to_caller(optimizer):
         optimizer.apply([tf.constant([0.0])], [variable])
     ((due, overwrite, variables),) = strategies.overwriting_by_averages(optimizer)
@@ -273,10 +275,14 @@ def optimizers_can_be_steered(_: keras.Model) -> None:
     _expect(local, "the part of a variable that is on one replica")
 
 
-def fit_can_be_mended_under_strategies(_: keras.Model) -> None:
-    """What `patch_distribution_bugs` replaces, and what it asks of Keras."""
-    build = hasattr(trainer.TensorFlowTrainer, "_maybe_symbolic_build")
-    _expect(build, "`TensorFlowTrainer._maybe_symbolic_build`")
+def fit_can_be_listened_to_and_mended(model: keras.Model) -> None:
+    """What is replaced while models fit, and under strategies, and what is asked there."""
+    for name in (
+        "_assert_compile_called",
+        "_distribute_strategy",
+        "_maybe_symbolic_build",
+    ):
+        _expect(hasattr(model, name), f"`Model.{name}`")
     for name in ("_collective_all_reduce_multi_worker", "reduce_per_replica"):
         _expect(hasattr(trainer, name), f"`{name}`")
 
@@ -316,7 +322,7 @@ CANARIES: tuple[Callable[[keras.Model], None], ...] = (
     layers_can_be_wrapped,
     randomness_is_found,
     optimizers_can_be_steered,
-    fit_can_be_mended_under_strategies,
+    fit_can_be_listened_to_and_mended,
     graphs_and_tapes_can_be_asked,
 )
 
