@@ -210,6 +210,19 @@ def switch_on(model: keras.Model, recompute: Any) -> Recomputation:
     return ka_recompute(model, recompute)
 
 
+def describe_trial(trial: Trial, least: int) -> str:
+    """A trial in a line; peaks below `least` bytes are not told from one another."""
+    if trial.peak_bytes is None:
+        needs = "out of memory"
+    else:
+        needs = format_step(trial.peak_bytes, least)
+    time = "" if trial.seconds is None else f", {trial.seconds:.3f} s a step"
+    return (
+        f"micro-batches of {trial.micro_batch_size}, {_describe(trial.recompute)}: "
+        f"{needs}{time}"
+    )
+
+
 def _describe(recompute: Any) -> str:
     if isinstance(recompute, tuple):
         return f"{len(recompute)} layers recomputed"

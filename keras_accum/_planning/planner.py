@@ -21,7 +21,7 @@ from .._optimizer.window import trace_schedule
 from .._optimizer.wrapper import AccumOptimizer
 from .budget import bytes_of, parse_budget
 from .measure import StepProfiler
-from .plan import SEGMENTS, Plan, switch_on
+from .plan import SEGMENTS, Plan, describe_trial, switch_on
 from .search import Fixed, Measure, Patience, Trial, candidates, choose
 from .shortage import nothing_fits
 from .transaction import preserving_state, variables
@@ -82,7 +82,7 @@ def plan(
         recompute: what to recompute in the backward pass: "auto" lets the search choose
             whether to recompute segments; False keeps everything; or a pattern of layer
             names, as `recompute` takes it.
-        verbose: 1 shows progress, 0 nothing.
+        verbose: 1 prints a line for each size that is measured, 0 nothing.
 
     Returns:
         A `Plan`.
@@ -110,7 +110,7 @@ def plan(
         profiler = StepProfiler(model, samples, _switch_on)
         held, floor = profiler.held, profiler.floor
         best, trials = choose(
-            _shown(profiler.measure) if verbose else profiler.measure,
+            _shown(profiler) if verbose else profiler.measure,
             candidates(rows),
             budget,
             _options(model, recompute),
@@ -270,21 +270,13 @@ def _switch_on(model: keras.Model, recompute: Any) -> Callable[[], None]:
     return switch_on(model, recompute).undo
 
 
-def _shown(measure: Measure) -> Measure:
-    """`measure`, with each trial shown in a progress bar."""
-    bar = keras.utils.Progbar(
-        None, stateful_metrics=["micro_batch_size", "MiB"], unit_name="trial"
-    )
-    done = 0
+def _shown(profiler: StepProfiler) -> Measure:
+    """`profiler.measure`, which prints each trial in a line."""
+    least = profiler.held.total + profiler.floor
 
-    def measure_and_show(size: int, recompute: Any, timed: bool) -> Trial:
-        nonlocal done
-        trial = measure(size, recompute, timed)
-        done += 1
-        shown: list[tuple[str, float]] = [("micro_batch_size", size)]
-        if trial.peak_bytes is not None:
-            shown.append(("MiB", trial.peak_bytes / 2**20))
-        bar.update(done, shown, finalize=False)
+    def measure_and_print(size: int, recompute: Any, timed: bool) -> Trial:
+        trial = profiler.measure(size, recompute, timed)
+        print(f"Tried {describe_trial(trial, least)}", flush=True)
         return trial
 
-    return measure_and_show
+    return measure_and_print

@@ -19,7 +19,8 @@ from planned import ROWS, Invented, batch, plan
 import keras_accum as ka
 from keras_accum._planning import planner as _planner
 from keras_accum._planning.measure import StepProfiler
-from keras_accum._planning.search import Patience
+from keras_accum._planning.plan import describe_trial
+from keras_accum._planning.search import Patience, Trial
 
 KIB, MIB = 2**10, 2**20
 
@@ -79,12 +80,32 @@ def test_less_memory_makes_smaller_micro_batches_and_the_peak_is_below():
     assert tight.peak_bytes <= room == tight.budget_bytes
 
 
-def test_progress_is_shown_if_asked_for(capsys, invented):
+def test_each_trial_is_printed_if_asked_for(capsys, invented, monkeypatch):
     model = small()
     plan(model)
     assert capsys.readouterr().out == ""
+    found = ka.plan(model, batch(), memory_budget="1GiB")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= len(found.trials)
+    tried = "Tried micro-batches of 2, nothing recomputed: 2.0 MiB"
+    assert any(line.startswith(tried) for line in lines)
+    # A step that is not told from none has a bound only.
+    monkeypatch.setattr(StepProfiler, "floor", 4 * MIB)
     ka.plan(model, batch(), memory_budget="1GiB")
-    assert "micro_batch_size" in capsys.readouterr().out
+    assert "2, nothing recomputed: below 4.0 MiB" in capsys.readouterr().out
+
+
+def test_a_trial_in_a_line():
+    def described(recompute, peak, seconds=None):
+        return describe_trial(Trial(4, recompute, peak, seconds=seconds), least=2048)
+
+    assert described(False, 3072) == "micro-batches of 4, nothing recomputed: 3.0 KiB"
+    assert described("block_*", 2047, 0.25) == (
+        "micro-batches of 4, 'block_*' recomputed: below 2.0 KiB, 0.250 s a step"
+    )
+    assert described(("a", "b"), None) == (
+        "micro-batches of 4, 2 layers recomputed: out of memory"
+    )
 
 
 # ---------------------------------------------------------------------------- the batch
