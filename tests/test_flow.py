@@ -115,16 +115,6 @@ def test_one_folder_imports_private_modules():
 
 # --------------------------------------------------- attributes that others keep private
 
-# What is still to be moved into `_backend/private/`: this set may only shrink.
-TO_MOVE = {
-    "_backend.replica": {"_get_on_device_or_primary"},
-    "_optimizer.saving": {
-        "_lookup_dependency",
-        "_trackable_children",
-    },
-    "_planning.transaction": {"_compile_loss", "_compile_metrics"},
-    "_step.model": {"_inputs_struct", "_outputs_struct"},
-}
 # `sys` and named tuples document these.
 PUBLIC = {"_getframe", "_current_frames", "_replace", "_asdict", "_fields"}
 MARK = "_keras_accum"  # On objects of others.
@@ -190,12 +180,7 @@ def test_one_folder_touches_private_attributes(own):
         names = foreign_names(path.read_text(), own)
         if names and "_backend.private" not in module(path):
             found[module(path)] = names
-    more = {m: names - TO_MOVE.get(m, set()) for m, names in found.items()}
-    more = {m: sorted(names) for m, names in more.items() if names}
-    assert not more, f"private names of Keras or TensorFlow belong in _backend: {more}"
-    gone = {m: names - found.get(m, set()) for m, names in TO_MOVE.items()}
-    gone = {m: sorted(names) for m, names in gone.items() if names}
-    assert not gone, f"moved: take these out of TO_MOVE: {gone}"
+    assert not found, f"private names of Keras or TensorFlow belong in _backend: {found}"
 
 
 @pytest.mark.parametrize(

@@ -175,9 +175,3 @@ _GPUS_NOT_COMPILABLE = (
     "where XLA compiles a program for one device only. Write "
     "`model.compile(..., jit_compile=False)`."
 )
-
-
-def local_component(variable: tf.Variable) -> tf.Variable:
-    """The part on this replica of a variable that each replica holds for itself."""
-    local = getattr(variable, "_get_on_device_or_primary", None)
-    return variable if local is None else local()

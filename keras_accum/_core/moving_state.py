@@ -33,7 +33,7 @@ def moved_layers(
     """The layers of `model` with state that has moved in a call; any layer may do that."""
     return [
         layer
-        for layer in [model, *flatten_layers(model)]
+        for layer in flatten_layers(model)
         if not _moves_per_update(layer) and any(map(has_moved, own_state(layer)))
     ]
 
@@ -55,7 +55,7 @@ class StateWatch:
 
     def __init__(self, model: keras.Model) -> None:
         known = {id(layer) for layer in moving_layers(model)}
-        others = [x for x in [model, *flatten_layers(model)] if id(x) not in known]
+        others = [x for x in flatten_layers(model) if id(x) not in known]
         self._model = model
         self._sums = {id(v): _sums(v) for layer in others for v in own_state(layer)}
 

@@ -280,8 +280,7 @@ _ZERO = 4.0
 
 def _epsilon_of(model: keras.Model) -> float:
     """The relative distance of two numbers in the lowest precision that is computed in."""
-    layers = [model, *flatten_layers(model)]
-    dtypes = {x.compute_dtype for x in layers if x.weights}
+    dtypes = {x.compute_dtype for x in flatten_layers(model) if x.weights}
     return max(
         (_EPSILONS.get(dtype, _LEAST_EPSILON) for dtype in dtypes), default=2.0**-23
     )

@@ -49,7 +49,7 @@ def recorded_outputs(model: keras.Model) -> Iterator[list[Output]]:
     outer = graph_here()
     patches: list[AttributePatch] = []
     try:
-        for layer in {id(x): x for x in [model, *flatten_layers(model)]}.values():
+        for layer in flatten_layers(model):
             patches.append(AttributePatch(layer, "call", recording(layer)))
         yield found
     finally:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
 from .._backend.attribute_patch import AttributePatch
+from .._backend.identity import unique
 from .._backend.private.layers import call, flatten_layers
 from .._backend.private.losses import take_heard_losses
 from .._backend.private.models import build_for, state_of_layers
@@ -83,8 +84,7 @@ class Steps:
         self._scale_factor = 1.0
         if self._known:
             build_for(model, batch)
-        everything = [*model.variables, *state_of_layers(model)]
-        everything = list({id(v): v for v in everything}.values())
+        everything = unique([*model.variables, *state_of_layers(model)])
         self._before = [(v, tf.identity(tf.convert_to_tensor(v))) for v in everything]
         self.others = _moving(model, self._before)
         self.before = [_array(v) for v in self.others]

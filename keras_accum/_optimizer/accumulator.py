@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from .._backend import replica
 from .._backend.private.compiled import compiled_by_xla
+from .._backend.private.strategies import local_component
 from .._core.gradients import Gradient, divide_no_nan, sum_dtype, values_of, weigh
 
 # A power of two, so that multiplying and dividing by it is exact.
@@ -305,7 +306,7 @@ def read(variable: keras.Variable) -> tf.Tensor:
 def _add_to(variable: keras.Variable, amount: tf.Tensor | tf.IndexedSlices) -> None:
     if isinstance(amount, tf.IndexedSlices):
         # What replicas hold for themselves refuses a scatter; the part on one does not.
-        replica.local_component(variable.value).scatter_add(amount)
+        local_component(variable.value).scatter_add(amount)
     else:
         variable.value.assign_add(amount)
 

@@ -113,7 +113,7 @@ def describe_overflow(model: keras.Model | None, scale: float) -> str:
 
 def _policy(model: keras.Model | None) -> str:
     """The dtype policy for which the loss is scaled."""
-    layers = [] if model is None else [model, *flatten_layers(model)]
+    layers = [] if model is None else flatten_layers(model)
     policies = [layer.dtype_policy for layer in layers]
     scaled = [p.name for p in policies if p.compute_dtype == "float16"]
     return scaled[0] if scaled else keras.config.dtype_policy().name

@@ -11,13 +11,13 @@ from typing import Any, Self
 
 import keras
 
-from .._backend.private.optimizers import children_of
+from .._backend.private.optimizers import NamesChildren, children_of
 from .._backend.warn import warn
 from .arguments import resolve_optimizer
 from .inner import ReachesInner
 
 
-class SavesWindow(ReachesInner):
+class SavesWindow(NamesChildren, ReachesInner):
     """An optimizer that is saved with its open window, laid out as the inner one is."""
 
     def save_own_variables(self, store: Any) -> None:
@@ -82,31 +82,25 @@ class SavesWindow(ReachesInner):
         """
         return [name for name in super().__dir__() if name != "inner_optimizer"]
 
-    def _trackable_children(
-        self, save_type: str = "checkpoint", **kwargs: Any
-    ) -> dict[str, Any]:
+    def _checkpointed(self, **kwargs: Any) -> dict[str, Any]:
         """What `tf.train.Checkpoint` saves: the inner's state, and then the window's.
 
         As in `save_own_variables`, so that a checkpoint of the inner optimizer loads.
         """
-        if save_type != "checkpoint":
-            return super()._trackable_children(save_type, **kwargs)
-        children = children_of(self.inner_optimizer, save_type, **kwargs)
-        return {**children, **self._window_state()}
+        return {**children_of(self.inner_optimizer, **kwargs), **self._window_state()}
 
-    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+    def _check_checkpointed(self, name: str) -> None:
         """Refuse the `tf.train.Checkpoint` of a `LossScaleOptimizer`.
 
         It holds an iteration and a learning rate of its own under the names of the inner
         optimizer's.
         """
-        if name == "inner_optimizer" and cached_dependencies is not None:
+        if name == "inner_optimizer":
             raise ValueError(
                 "Received a tf.train.Checkpoint of a LossScaleOptimizer. Restore it with "
                 "`tf.train.Checkpoint(optimizer=...)` of a LossScaleOptimizer, and pass "
                 "that to AccumOptimizer; or save the model with `save_weights`."
             )
-        return super()._lookup_dependency(name, cached_dependencies)
 
     def get_config(self) -> dict[str, Any]:
         """The arguments of the constructor, serialised."""

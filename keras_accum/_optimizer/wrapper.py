@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
@@ -33,6 +32,7 @@ from .._backend.private.optimizers import (
     trained_by,
 )
 from .._backend.private.strategies import patch_distribution_bugs
+from .._backend.sizes import bytes_of
 from .._backend.warn import warn
 from .._core.checks import check_option, refuse_unknown_arguments
 from .._core.gradients import Gradient, all_finite, check_gradients, name_of
@@ -353,7 +353,7 @@ class AccumOptimizer(ScalesLoss):
     def accumulator_bytes(self) -> int:
         """The memory of the accumulators on one replica; 0 before they are built."""
         sums = [] if not self.built else self._accumulator.sums
-        return sum(v.value.dtype.size * int(np.prod(v.shape)) for v in sums)
+        return sum(map(bytes_of, sums))
 
     # --------------------------------------------------------------------- a step
 

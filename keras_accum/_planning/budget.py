@@ -86,11 +86,6 @@ def _meminfo(key: str) -> int:
         ) from error
 
 
-def bytes_of(value: Any) -> int:
-    """The bytes of a tensor or variable, by its shape and dtype."""
-    return int(np.prod(value.shape)) * tf.as_dtype(value.dtype).size
-
-
 def format_bytes(size: float) -> str:
     """A size in the largest binary unit that leaves a number of at least 1."""
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):

@@ -17,14 +17,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from .._backend.identity import unique
 from .._backend.private.compiled import compiled_bytes
 from .._backend.private.models import build_for
+from .._backend.sizes import bytes_of
+from .._core.gradients import sum_dtype
 from .._core.loop import compiles_loop, rows_of, take
 from .._optimizer.wrapper import AccumOptimizer
 from .._step.model import settings_of, trained_by
 from .._step.retry import is_out_of_memory
 from .._step.settings import Settings
-from .budget import bytes_of
 from .memory import ALLOCATOR_FLOOR, PeakMemory
 from .search import Trial
 from .transaction import variables
@@ -102,9 +104,7 @@ class StepProfiler:
     def gradient_sum_bytes(self) -> int:
         """The bytes of the sums of gradients, of float32 at least."""
         trained = self.model.trainable_variables
-        return sum(
-            int(np.prod(v.shape)) * max(tf.as_dtype(v.dtype).size, 4) for v in trained
-        )
+        return sum(bytes_of(v, sum_dtype(v, None)) for v in trained)
 
     @property
     def compiles(self) -> bool:
@@ -224,10 +224,9 @@ def _more(done: int, most: int, seconds: float) -> bool:
 
 def held(model: keras.Model, batch: Any) -> BaselineMemory:
     """The bytes of a model's variables and of a batch."""
-    everything = {id(v): v for v in variables(model)}
-    own = {id(v): v for v in model.variables}
-    parameters = sum(bytes_of(v) for v in own.values())
-    rest = sum(bytes_of(v) for key, v in everything.items() if key not in own)
+    own = unique(model.variables)
+    parameters = sum(map(bytes_of, own))
+    rest = sum(map(bytes_of, variables(model))) - parameters
     leaves = tf.nest.flatten(batch, expand_composites=True)
     samples = sum(bytes_of(leaf) for leaf in leaves if leaf is not None)
     return BaselineMemory(parameters, rest, samples)

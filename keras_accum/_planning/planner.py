@@ -16,10 +16,11 @@ from .._backend.private.layers import children, flatten_layers
 from .._backend.private.randomness import random_state_kept
 from .._backend.private.versions import legacy_hint
 from .._backend.replica import local_parts
+from .._backend.sizes import bytes_of
 from .._core.loop import check_batch, leaves, rows_of, take
 from .._optimizer.window import trace_schedule
 from .._optimizer.wrapper import AccumOptimizer
-from .budget import bytes_of, parse_budget
+from .budget import parse_budget
 from .measure import StepProfiler
 from .plan import SEGMENTS, Plan, describe_trial, switch_on
 from .search import Fixed, Measure, Patience, Trial, candidates, choose

@@ -7,12 +7,10 @@ from typing import Any
 
 import keras
 
-from .._backend.private.models import all_metrics, call_traces, unbuilt_parts
+from .._backend.identity import unique
+from .._backend.private.models import all_metrics, call_traces, parts_left_unbuilt
 from .._backend.private.randomness import random_state_kept
 from .._backend.private.strategies import components
-
-# What is replaced on a model while it trains.
-_ATTRIBUTES = ("optimizer", "_compile_loss", "_compile_metrics", "train_function")
 
 
 @contextlib.contextmanager
@@ -30,19 +28,14 @@ def preserving_state(model: keras.Model) -> Iterator[None]:
             are replaced by copies inside of the context. Under a strategy, the context
             is entered in its scope.
     """
-    attributes = vars(model)  # past Keras, which tracks what is set on a model
-    before = {name: attributes[name] for name in _ATTRIBUTES if name in attributes}
     metrics = [(metric, _contents(metric)) for metric in all_metrics(model)]
     traces = [(container, copy.copy(container)) for container in call_traces(model)]
     values = [(v, v.numpy()) for each in variables(model) for v in components(each)]
     with random_state_kept():
         try:
-            attributes.update(unbuilt_parts(model))
-            yield
+            with parts_left_unbuilt(model):
+                yield
         finally:
-            for name in _ATTRIBUTES:
-                attributes.pop(name, None)
-            attributes.update(before)
             for metric, contents in metrics:
                 _restore(metric, contents)
             for container, content in traces:
@@ -61,7 +54,7 @@ def variables(model: keras.Model) -> list[keras.Variable]:
     if (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
         parts.append(inner)
     found = [variable for part in parts for variable in part.variables]
-    return list({id(variable): variable for variable in found}.values())
+    return unique(found)
 
 
 def _contents(

@@ -252,7 +252,7 @@ def _check_free(layer: Layer) -> None:
 
 
 def _check_cell(model: Layer, layer: Layer) -> None:
-    for loop in [model, *flatten_layers(model)]:
+    for loop in flatten_layers(model):
         inside = isinstance(loop, keras.layers.RNN) and layer in flatten_layers(loop)
         if inside and loop is not layer:
             raise ValueError(

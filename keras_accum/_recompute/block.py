@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from .._backend.identity import unique
 from .._backend.private.layers import (
     build_by_call,
     current_scope,
@@ -68,8 +69,7 @@ class Block:
     @property
     def layers(self) -> list[keras.layers.Layer]:
         """The layers that the function calls, at any depth."""
-        found = [layer for root in self._roots for layer in [root, *flatten_layers(root)]]
-        return list({id(layer): layer for layer in found}.values())
+        return unique(layer for root in self._roots for layer in flatten_layers(root))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not _is_differentiated(args, kwargs):
@@ -219,5 +219,5 @@ def _weights_of_scope(layers: Sequence[keras.layers.Layer]) -> list[keras.Variab
     scope = current_scope()
     if scope is None:
         return []
-    weights = {id(v): v for layer in layers for v in layer.trainable_variables}
-    return [v for v in weights.values() if scope.get_current_value(v) is not None]
+    weights = unique(v for layer in layers for v in layer.trainable_variables)
+    return [v for v in weights if scope.get_current_value(v) is not None]

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import keras
 
+from .._backend.identity import unique
 from .._backend.private.layers import children
 
 Layer: TypeAlias = keras.layers.Layer
@@ -98,8 +99,7 @@ def _nothing(model: Layer, select: Select) -> str:
 def layers_inside(roots: Sequence[Layer], patterns: str | Sequence[str]) -> list[Layer]:
     """The layers inside of `roots` whose names match one of the patterns of `keep`."""
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    layers = [layer for root in roots for layer in _inside(root)]
-    layers = list({id(layer): layer for layer in layers}.values())
+    layers = unique(layer for root in roots for layer in _inside(root))
     kept = [x for x in layers if any(_named(pattern)(x) for pattern in patterns)]
     if patterns and not kept:
         names = ", ".join(layer.name for layer in layers[:10])

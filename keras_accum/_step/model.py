@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from .._backend.private import canaries
-from .._backend.private.graphs import Functional, functional_arguments
+from .._backend.private.graphs import Functional, functional_arguments, structures
 from .._backend.private.losses import tell_activity_losses
 from .._backend.private.strategies import patch_distribution_bugs
 from .._backend.private.versions import legacy_hint
@@ -163,7 +163,7 @@ class GradientAccumulationModel(keras.Model):
         # Older files do not have all of them.
         own = {name: config.pop(name) for name in NAMES if name in config}
         plain = keras.Model.from_config(config, custom_objects)
-        inputs, outputs = plain._inputs_struct, plain._outputs_struct
+        inputs, outputs = structures(plain)
         return cls(inputs, outputs, name=plain.name, trainable=plain.trainable, **own)
 
 

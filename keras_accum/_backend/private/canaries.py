@@ -199,7 +199,7 @@ def scopes_are_asked(_: keras.Model) -> None:
     )
     layer(tf.ones(2))
     _expect(len(losses.call_losses(layer)) == 1, "the losses that layers add")
-    _expect(sum(map(len, models.call_traces(layer))) == 2, "where layers keep losses")
+    _expect(sum(map(len, models.call_traces(layer))) == 1, "where layers keep losses")
     losses.forget_call_losses(layer)
     _expect(not losses.call_losses(layer), "the losses that layers add")
 

@@ -46,6 +46,11 @@ def run_by(graph: Functional, runner: Callable[..., Any]) -> AttributePatch:
     return AttributePatch(graph, "_run_through_graph", runner)
 
 
+def structures(graph: Functional) -> tuple[Any, Any]:
+    """The inputs and outputs of `graph`, nested as they were when it was made."""
+    return graph._inputs_struct, graph._outputs_struct
+
+
 def pack_outputs(graph: Functional, tensors: Sequence[Any]) -> Any:
     """`tensors`, in the order of `graph.outputs`, in the structure that a call returns."""
     return keras.tree.pack_sequence_as(graph._outputs_struct, list(tensors))

@@ -19,7 +19,7 @@ from keras.src.utils.python_utils import is_default
 
 
 def flatten_layers(model: keras.Model) -> list[keras.layers.Layer]:
-    """The layers of `model` at any depth.
+    """`model` itself and the layers inside of it, at any depth.
 
     `Model.layers` shows the first level only, and not what a layer holds inside.
     """

@@ -313,7 +313,7 @@ class AddedLoss(NamedTuple):
 
 def added_losses(model: keras.Model) -> list[AddedLoss]:
     """What the layers passed to `add_loss` in their last call, without regularisers."""
-    layers = {id(layer): layer for layer in [model, *flatten_layers(model)]}.values()
+    layers = flatten_layers(model)
     return [
         AddedLoss(layer, value, _kinds.get(layer, {}).get(index, is_sum(value) or None))
         for layer in layers
@@ -352,7 +352,7 @@ def call_losses(model: keras.Model) -> list[tf.Tensor]:
 @contextlib.contextmanager
 def call_losses_kept(model: keras.Model) -> Iterator[None]:
     """Put back, afterwards, what layers had passed to `add_loss`."""
-    layers = {id(layer): layer for layer in [model, *flatten_layers(model)]}.values()
+    layers = flatten_layers(model)
     kept = [(x, list(x._losses), set(x._loss_ids)) for x in layers]
     try:
         yield

@@ -11,6 +11,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as Trainer
 
 from .. import replica
 from ..attribute_patch import AttributePatch
+from ..identity import unique
 from .layers import flatten_layers
 from .randomness import global_seed_generator
 
@@ -85,6 +86,27 @@ def compiled_parts(model: keras.Model) -> list[Any]:
     return [model.optimizer, model._compile_loss, model._compile_metrics]
 
 
+# What is replaced on a model while it trains.
+_ATTRIBUTES = ("optimizer", "_compile_loss", "_compile_metrics", "train_function")
+
+
+@contextlib.contextmanager
+def parts_left_unbuilt(model: keras.Model) -> Iterator[None]:
+    """Have stand-ins be built inside of the context, for the parts that are not built.
+
+    After it, `model` has its own parts again, and the train function of before.
+    """
+    attributes = vars(model)  # past Keras, which tracks what is set on a model
+    before = {name: attributes[name] for name in _ATTRIBUTES if name in attributes}
+    try:
+        attributes.update(unbuilt_parts(model))
+        yield
+    finally:
+        for name in _ATTRIBUTES:
+            attributes.pop(name, None)
+        attributes.update(before)
+
+
 def unbuilt_parts(model: keras.Model) -> dict[str, Any]:
     """Stand-ins for the compiled parts of a model that a first step would build.
 
@@ -124,7 +146,7 @@ def all_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     )
     found = [*model.metrics, *keras.tree.flatten(given)]
     found = [metric for metric in found if isinstance(metric, keras.metrics.Metric)]
-    return list({id(metric): metric for metric in found}.values())
+    return unique(found)
 
 
 def rows_tracked(model: keras.Model) -> float:
@@ -143,20 +165,20 @@ def state_of_layers(model: keras.Model) -> list[keras.Variable]:
     A weight that is frozen is none of it, however large. Keras tells it from a moving
     statistic only by the list that a layer keeps it in.
     """
-    layers = [model, *flatten_layers(model)]
+    layers = flatten_layers(model)
     found = [variable for layer in layers for variable in layer._non_trainable_variables]
     found += [seed.state for layer in layers for seed in layer._seed_generators]
     found += [v for metric in all_metrics(model) for v in metric.variables]
     if (generator := global_seed_generator()) is not None:
         found.append(generator.state)
-    return list({id(variable): variable for variable in found}.values())
+    return unique(found)
 
 
 def call_traces(model: keras.Model) -> list[Any]:
     """The containers in which layers keep what their last call passed to `add_loss`."""
     return [
         container
-        for layer in [model, *flatten_layers(model)]
+        for layer in flatten_layers(model)
         for container in (layer._losses, layer._loss_ids)
     ]
 

@@ -16,11 +16,38 @@ def restore_deferred(optimizer: keras.optimizers.Optimizer) -> None:
         optimizer._handle_deferred_dependencies(name=name, trackable=child)
 
 
-def children_of(
-    optimizer: keras.optimizers.Optimizer, save_type: str = "checkpoint", **kwargs: Any
-) -> dict[str, Any]:
+def children_of(optimizer: keras.optimizers.Optimizer, **kwargs: Any) -> dict[str, Any]:
     """What `tf.train.Checkpoint` saves of `optimizer`, by name."""
-    return optimizer._trackable_children(save_type, **kwargs)
+    return optimizer._trackable_children("checkpoint", **kwargs)
+
+
+class NamesChildren:
+    """An optimizer that says itself what `tf.train.Checkpoint` saves of it.
+
+    TensorFlow would save what is found in attributes, under their names.
+    """
+
+    def _checkpointed(self, **kwargs: Any) -> dict[str, Any]:
+        """What is saved, by name; `kwargs` go to `children_of`."""
+        raise NotImplementedError
+
+    def _check_checkpointed(self, name: str) -> None:
+        """Raise if a checkpoint with a child of this name cannot be restored."""
+        raise NotImplementedError
+
+    def _trackable_children(
+        self, save_type: str = "checkpoint", **kwargs: Any
+    ) -> dict[str, Any]:
+        if save_type != "checkpoint":
+            return super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
+        return self._checkpointed(**kwargs)
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        if cached_dependencies is not None:  # While a checkpoint is restored.
+            self._check_checkpointed(name)
+        return super()._lookup_dependency(  # type: ignore[misc]
+            name, cached_dependencies
+        )
 
 
 def track_variable(optimizer: Any, variable: keras.Variable) -> None:

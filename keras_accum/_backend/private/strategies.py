@@ -16,6 +16,15 @@ def components(variable: keras.Variable) -> list[tf.Variable]:
     return list(getattr(variable.value, "values", [variable.value]))
 
 
+def local_component(variable: tf.Variable) -> tf.Variable:
+    """The part on this replica of a variable that each replica holds for itself.
+
+    What a distributed variable does itself, it does on all replicas, or refuses.
+    """
+    local = getattr(variable, "_get_on_device_or_primary", None)
+    return variable if local is None else local()
+
+
 @contextlib.contextmanager
 def replicas_left_to_caller(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """Keep `optimizer` from what it does across replicas: the caller does it.
