@@ -16,6 +16,8 @@ from ._optimizer.wrapper import AccumOptimizer as AccumOptimizer
 from ._optimizer.wrapper import (
     GradientAccumulationOptimizer as GradientAccumulationOptimizer,
 )
+from ._planning.frontier import Frontier as Frontier
+from ._planning.frontier import frontier as frontier
 from ._planning.plan import Plan as Plan
 from ._planning.planner import plan as plan
 from ._recompute.api import Recompute as Recompute

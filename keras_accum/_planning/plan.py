@@ -26,7 +26,8 @@ class Plan:
         micro_batch_size: int, the samples of a micro-batch on one replica.
         accum_steps: int, the micro-batches of one step on one replica.
         recompute: what is recomputed in the backward pass: False for nothing, a pattern
-            of layer names, the paths of layers, or "segments=sqrt".
+            of layer names, the paths of layers, "segments=sqrt", or "segments=sqrt,
+            share=0.5" for only as many segments as save that share.
         batch_size: int, the effective batch: samples of one update, over all replicas
             and the whole window of an `AccumOptimizer`.
         replicas: int, the devices that train together.
@@ -89,7 +90,7 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [[*_HEADER], *(self._row(trial) for trial in self.trials)]
-        return "\n".join([*self._summary(), "", *_aligned(rows)])
+        return "\n".join([*self._summary(), "", *aligned(rows)])
 
     def _summary(self) -> list[str]:
         steps, last = self.accum_steps, self.last_micro_batch_size
@@ -105,7 +106,7 @@ class Plan:
             step = self.batch_size // self.window
             window = f"{self.window} steps of {step}, the window of AccumOptimizer"
             split = f"{window}; each step {split}"
-        held, what = self.held, _describe(self.recompute)
+        held, what = self.held, describe(self.recompute)
         needs = format_step(self.peak_bytes - held.total, self.floor_bytes)
         lines = [
             f"Batch of {self.batch_size}: {split}{replicas}, {what}.",
@@ -129,7 +130,7 @@ class Plan:
     def _row(self, trial: Trial) -> list[str]:
         return [
             str(trial.micro_batch_size),
-            _describe(trial.recompute),
+            describe(trial.recompute),
             "-" if trial.predicted_bytes is None else format_bytes(trial.predicted_bytes),
             "-" if trial.peak_bytes is None else self._peak(trial.peak_bytes),
             "-" if trial.seconds is None else f"{trial.seconds:.3f}",
@@ -169,7 +170,7 @@ class Plan:
             tried.sort(key=lambda trial: trial.micro_batch_size)
             sizes = [trial.micro_batch_size for trial in tried]
             peaks = [(trial.peak_bytes or 0) / mib for trial in tried]
-            axis.plot(sizes, peaks, f"C{i}o-", label=_describe(kind))
+            axis.plot(sizes, peaks, f"C{i}o-", label=describe(kind))
         axis.axhline(self.budget_bytes / mib, color="C3", ls="--", label="budget")
         axis.axhline(
             self.held.total / mib, color="0.6", ls=":", label="held between steps"
@@ -202,8 +203,8 @@ SEGMENTS = "segments=sqrt"
 
 def switch_on(model: keras.Model, recompute: Any) -> Recomputation:
     """Recompute what a plan's `recompute` names; returns the handle that undoes it."""
-    if recompute == SEGMENTS:
-        return ka_recompute(model, segments="sqrt")
+    if isinstance(recompute, str) and recompute.startswith(SEGMENTS):
+        return ka_recompute(model, segments="sqrt", share=_share(recompute))
     if isinstance(recompute, tuple):
         layers = flatten_layers(model)
         return ka_recompute(model, [x for x in layers if x.path in recompute])
@@ -218,20 +219,30 @@ def describe_trial(trial: Trial, least: int) -> str:
         needs = format_step(trial.peak_bytes, least)
     time = "" if trial.seconds is None else f", {trial.seconds:.3f} s a step"
     return (
-        f"micro-batches of {trial.micro_batch_size}, {_describe(trial.recompute)}: "
+        f"micro-batches of {trial.micro_batch_size}, {describe(trial.recompute)}: "
         f"{needs}{time}"
     )
 
 
-def _describe(recompute: Any) -> str:
+def _share(recompute: str) -> float | None:
+    """The share of "segments=sqrt, share=0.5"; None for all of them."""
+    before, comma, share = recompute.partition(", share=")
+    return float(share) if comma and before == SEGMENTS else None
+
+
+def describe(recompute: Any) -> str:
+    """What is recomputed, in words."""
     if isinstance(recompute, tuple):
         return f"{len(recompute)} layers recomputed"
     if recompute == SEGMENTS:
         return "segments recomputed"
+    if isinstance(recompute, str) and (share := _share(recompute)):
+        return f"{share:.0%} of segments recomputed"
     return f"{recompute!r} recomputed" if recompute else "nothing recomputed"
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
+def aligned(rows: list[list[str]]) -> list[str]:
+    """The lines of a table."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows

@@ -1,9 +1,8 @@
 """`plan`: from a memory budget to the micro-batch size, and what to recompute."""
 
-import collections
-import contextlib
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -12,7 +11,6 @@ import tensorflow as tf
 
 from .._backend.private import canaries
 from .._backend.private.data import first_batch
-from .._backend.private.layers import children, flatten_layers
 from .._backend.private.randomness import random_state_kept
 from .._backend.private.versions import legacy_hint
 from .._backend.replica import local_parts
@@ -21,9 +19,11 @@ from .._core.loop import check_batch, leaves, rows_of, take
 from .._optimizer.window import trace_schedule
 from .._optimizer.wrapper import AccumOptimizer
 from .budget import parse_budget
-from .measure import StepProfiler
-from .plan import SEGMENTS, Plan, describe_trial, switch_on
-from .search import Fixed, Measure, Patience, Trial, candidates, choose
+from .choose import choose
+from .families import Family, Switch, families_of
+from .measure import BaselineMemory, StepProfiler
+from .plan import Plan, describe_trial
+from .search import Fixed, Measure, Patience, Trial, candidates
 from .shortage import nothing_fits
 from .transaction import preserving_state, variables
 
@@ -80,9 +80,10 @@ def plan(
         memory_budget: of one device. An int (bytes), a string such as "8GiB" or "500MB",
             a float up to 1 (the share of the device's memory), or "device" (all that is
             free).
-        recompute: what to recompute in the backward pass: "auto" lets the search choose
-            whether to recompute segments; False keeps everything; or a pattern of layer
-            names, as `recompute` takes it.
+        recompute: what to recompute in the backward pass: "auto" lets the search choose,
+            for each size only as many of the blocks that repeat, or of the segments, as
+            the budget demands; False keeps everything; or a pattern of layer names, as
+            `recompute` takes it.
         verbose: 1 prints a line for each size that is measured, 0 nothing.
 
     Returns:
@@ -99,22 +100,20 @@ def plan(
         recomputation. MosaicML Composer and Ultralytics search a micro-batch size by
         running out of memory, and by extrapolating.
     """
-    _check_model(model)
+    check_model(model)
     canaries.check()
-    _check_recompute(recompute)
-    strategy = model.distribute_strategy
-    replicas, window = strategy.num_replicas_in_sync, _window(model)
-    samples, given = _samples(batch, batch_size, strategy, window)
-    rows = int(rows_of(samples))
+    check_recompute(recompute)
+    task = Task.prepare(model, batch, batch_size)
     budget = parse_budget(memory_budget, sum(map(bytes_of, variables(model))))
-    with strategy.scope(), preserving_state(model):
-        profiler = StepProfiler(model, samples, _switch_on)
+    with model.distribute_strategy.scope(), preserving_state(model):
+        families = families_of(model) if recompute == "auto" else []
+        profiler = StepProfiler(model, task.samples, Switch(families))
         held, floor = profiler.held, profiler.floor
         best, trials = choose(
-            _shown(profiler) if verbose else profiler.measure,
-            candidates(rows),
+            shown(profiler) if verbose else profiler.measure,
+            candidates(task.rows),
             budget,
-            _options(model, recompute),
+            _options(recompute, families),
             Patience(),
             Fixed(held.total, profiler.gradient_sum_bytes, floor),
         )
@@ -122,26 +121,71 @@ def plan(
             raise ValueError(nothing_fits(trials, budget, held, floor, model))
     if verbose:
         print()
-    return Plan(
-        micro_batch_size=best.micro_batch_size,
-        accum_steps=math.ceil(rows / best.micro_batch_size),
-        recompute=best.recompute,
-        batch_size=given * window if batch_size is None else int(batch_size),
-        replicas=replicas,
-        window=window,
-        budget_bytes=budget,
-        peak_bytes=best.peak_bytes or 0,
-        predicted_bytes=best.predicted_bytes,
-        floor_bytes=floor,
-        seconds=best.seconds or 0.0,
-        held=held,
-        method=profiler.method,
-        trials=tuple(trials),
-        _model=model,
-    )
+    return task.plan(best, trials, budget, held, floor, profiler.method)
 
 
-def _check_model(model: keras.Model) -> None:
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What to plan for.
+
+    Attributes:
+        model: built and compiled.
+        samples: of one step on one replica, as `train_step` takes them.
+        batch_size: int, the effective batch.
+        replicas: int.
+        window: int, the steps of one update.
+    """
+
+    model: keras.Model
+    samples: Any
+    batch_size: int
+    replicas: int
+    window: int
+
+    @classmethod
+    def prepare(cls, model: keras.Model, batch: Any, batch_size: int | None) -> "Task":
+        """The task of a model and data as `plan` takes them."""
+        strategy, window = model.distribute_strategy, _window(model)
+        samples, given = _samples(batch, batch_size, strategy, window)
+        total = given * window if batch_size is None else int(batch_size)
+        return cls(model, samples, total, strategy.num_replicas_in_sync, window)
+
+    @property
+    def rows(self) -> int:
+        """The samples of one step on one replica."""
+        return int(rows_of(self.samples))
+
+    def plan(
+        self,
+        best: Trial,
+        trials: Sequence[Trial],
+        budget: int,
+        held: BaselineMemory,
+        floor: int,
+        method: str,
+    ) -> Plan:
+        """The plan that chooses `best` of `trials`."""
+        return Plan(
+            micro_batch_size=best.micro_batch_size,
+            accum_steps=math.ceil(self.rows / best.micro_batch_size),
+            recompute=best.recompute,
+            batch_size=self.batch_size,
+            replicas=self.replicas,
+            window=self.window,
+            budget_bytes=budget,
+            peak_bytes=best.peak_bytes or 0,
+            predicted_bytes=best.predicted_bytes,
+            floor_bytes=floor,
+            seconds=best.seconds or 0.0,
+            held=held,
+            method=method,
+            trials=tuple(trials),
+            _model=self.model,
+        )
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model that cannot be measured."""
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"`model` must be a `keras.Model`. Received: {model!r}{legacy_hint(model)}"
@@ -237,7 +281,8 @@ def _repeat(batch: Any, rows: int) -> Any:
     return tf.nest.map_structure(repeated, batch, expand_composites=False)
 
 
-def _check_recompute(recompute: Any) -> None:
+def check_recompute(recompute: Any) -> None:
+    """Refuse what cannot say what to recompute."""
     if recompute is not False and not (isinstance(recompute, str) and recompute):
         raise TypeError(
             "`recompute` must be 'auto', False, or a pattern of layer names such as "
@@ -245,33 +290,12 @@ def _check_recompute(recompute: Any) -> None:
         )
 
 
-def _options(model: keras.Model, recompute: bool | str) -> list[Any]:
+def _options(recompute: bool | str, families: list[Family]) -> list[Any]:
     """What to recompute in the trials, the cheapest in time first."""
-    if recompute != "auto":
-        return [recompute]
-    for candidate in (SEGMENTS, _repeated_blocks(model)):
-        # A model that cannot be cut, or is recomputed already, has no such option.
-        with contextlib.suppress(ValueError):
-            switch_on(model, candidate).undo()
-            return [False, candidate]
-    return [False]
+    return [False, *families] if recompute == "auto" else [recompute]
 
 
-def _repeated_blocks(model: keras.Model) -> tuple[str, ...]:
-    """The paths of the layers of the most frequent class that has layers inside."""
-    blocks = [layer for layer in flatten_layers(model) if children(layer)]
-    blocks = [layer for layer in blocks if layer is not model]
-    if not blocks:
-        return ()
-    kind, count = collections.Counter(type(layer) for layer in blocks).most_common(1)[0]
-    return tuple(x.path for x in blocks if type(x) is kind) if count > 1 else ()
-
-
-def _switch_on(model: keras.Model, recompute: Any) -> Callable[[], None]:
-    return switch_on(model, recompute).undo
-
-
-def _shown(profiler: StepProfiler) -> Measure:
+def shown(profiler: StepProfiler) -> Measure:
     """`profiler.measure`, which prints each trial in a line."""
     least = profiler.held.total + profiler.floor
 

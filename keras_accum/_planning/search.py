@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from .._backend.warn import warn
-
 # A smaller size, or recomputation, is preferred only if its step takes less than this
 # share of the time. Steps on a shared machine are not timed more exactly.
 WORTH = 0.95
@@ -141,7 +139,7 @@ class Search:
         """From a size that fits, on to smaller ones as long as they are faster."""
         index = self._sizes.index(best.micro_batch_size)
         best = self.trials[index]
-        while index > 0 and self._patience.lasts(best):
+        while index > self.least_index and self._patience.lasts(best):
             index -= 1
             smaller = self._try(index, timed=True)
             if not smaller.fits(self._budget):
@@ -164,7 +162,7 @@ class Search:
 
     def _time_again(self, trial: Trial) -> Trial:
         """A trial of this search with the shorter of two times, and the larger peak."""
-        again = self._measure(trial.micro_batch_size, self._recompute, True)
+        again = self._measure(trial.micro_batch_size, trial.recompute, True)
         if again.peak_bytes is None or trial.peak_bytes is None:
             peak = seconds = None
         else:
@@ -216,7 +214,7 @@ class Search:
         least = self._fixed.held + self._fixed.floor
         known = [
             (t.micro_batch_size, t.peak_bytes)
-            for t in self.trials.values()
+            for t in self._on_the_line()
             if t.peak_bytes is not None and t.peak_bytes >= least
         ]
         if len(known) < 2:
@@ -225,6 +223,20 @@ class Search:
         (x0, y0), (x1, y1) = known[:2]
         predicted = round(y0 + (y1 - y0) / (x1 - x0) * (size - x0))
         return predicted if predicted >= least else None
+
+    @property
+    def least_index(self) -> int:
+        """The index of the smallest size that can be worth a trial."""
+        return 0
+
+    @property
+    def all_trials(self) -> list[Trial]:
+        """Everything that was measured."""
+        return list(self.trials.values())
+
+    def _on_the_line(self) -> list[Trial]:
+        """The trials that predict others: of the same kind of step."""
+        return list(self.trials.values())
 
     def _try(self, index: int, timed: bool = False) -> Trial:
         known = self.trials.get(index)
@@ -275,50 +287,3 @@ def faster(trial: Trial, than: Trial) -> bool:
     if trial.seconds is None or than.seconds is None:
         return False
     return trial.seconds < WORTH * than.seconds
-
-
-def choose(
-    measure: Measure,
-    sizes: list[int],
-    budget: int,
-    options: list[Any],
-    patience: Patience,
-    fixed: Fixed = NOTHING_FIXED,
-) -> tuple[Trial | None, list[Trial]]:
-    """The fastest trial that fits, and all of them.
-
-    Of steps that take equally long, the one that recomputes nothing is chosen, and of
-    those with the same recomputation, the one with the fewest micro-batches.
-
-    Args:
-        measure: measures one size.
-        sizes: in rising order.
-        budget: int, bytes.
-        options: what to recompute, the cheapest first. Another one is tried only if the
-            whole batch does not fit with those before it: there is nothing to gain then.
-        patience: how long to look for something faster.
-        fixed: the bytes that do not depend on the size.
-    """
-    best: tuple[Search, Trial] | None = None
-    searches: list[Search] = []
-    start = None
-    for option in options:
-        search = Search(measure, sizes, budget, option, patience, fixed, start)
-        try:
-            found = search.run_largest()
-        except ValueError as error:
-            if option is options[0]:
-                raise
-            warn(f"Planning without recomputation, which failed: {error}")
-            continue
-        searches.append(search)
-        if found is None:
-            continue
-        if best is None or best[0].is_beaten(best[1], found):
-            best = search, found
-        if found.micro_batch_size == sizes[-1]:
-            break
-        # With recomputation, a step needs less.
-        start = found.micro_batch_size
-    chosen = None if best is None else best[0].descend(best[1])
-    return chosen, [trial for search in searches for trial in search.trials.values()]

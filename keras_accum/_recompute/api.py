@@ -22,7 +22,7 @@ from .._backend.private.layers import (
 )
 from .._backend.private.versions import legacy_hint
 from .block import Block
-from .parts import GraphInSegments, as_parts, by_graph, is_recomputed
+from .parts import GraphInSegments, Part, as_parts, by_graph, is_recomputed
 from .passes import Keep
 from .segments import Division, name_of_segment
 from .select import Layer, Select, layers_inside, select_layers
@@ -216,6 +216,16 @@ def _recompute_segments(
     if share is not None:
         chosen = choose_share(division.trace, found, share, kept_parts)
         found = [found[i] for i in chosen]
+    return recompute_parts(model, found, kept, verify)
+
+
+def recompute_parts(
+    model: Layer,
+    found: Sequence[Sequence[Part]],
+    kept: Sequence[Layer] = (),
+    verify: bool = False,
+) -> Recomputation:
+    """`recompute` for parts of `model`: calls of a graph in a row, or a layer, each."""
     layers = [part.operation for parts in found for part in parts if part.graph is None]
     for layer in [*layers, *kept]:
         _check_free(layer)

@@ -18,6 +18,7 @@ from planned import ROWS, Invented, batch, plan
 
 import keras_accum as ka
 from keras_accum._planning import planner as _planner
+from keras_accum._planning.families import families_of
 from keras_accum._planning.measure import StepProfiler
 from keras_accum._planning.plan import describe_trial
 from keras_accum._planning.search import Patience, Trial
@@ -400,10 +401,11 @@ class Subclassed(keras.Model):
 def test_the_blocks_of_a_model_without_a_graph_are_found():
     model = Subclassed()
     model(np.zeros((1, 8)))
-    options = _planner._options(model, "auto")
-    assert options == [False, tuple(block.path for block in model.blocks)]
+    (family,) = families_of(model)
+    assert family.everything == tuple(block.path for block in model.blocks)
     assert all("call" not in vars(block) for block in model.blocks)
-    assert _planner._options(model, False) == [False]
+    assert _planner._options("auto", [family]) == [False, family]
+    assert _planner._options(False, [family]) == [False]
 
 
 def test_planning_goes_on_without_recomputation_that_fails(invented, monkeypatch):

@@ -9,13 +9,13 @@ from helpers import assert_refused
 
 from keras_accum._planning import budget as _budget
 from keras_accum._planning.budget import format_bytes, format_step, parse_budget
+from keras_accum._planning.choose import choose
 from keras_accum._planning.search import (
     Fixed,
     Patience,
     Search,
     Trial,
     candidates,
-    choose,
 )
 
 MIB = 2**20
