@@ -10,7 +10,10 @@ from ._batch_norm import AccumBatchNormalization as AccumBatchNormalization
 from ._batch_norm import replace_batch_normalization as replace_batch_normalization
 from ._callbacks import AccumulationMonitor as AccumulationMonitor
 from ._core.accumulate import accumulate_gradients as accumulate_gradients
+from ._insight.diagnosis import Diagnosis as Diagnosis
+from ._insight.diagnosis import diagnose as diagnose
 from ._insight.equivalence import check_equivalence as check_equivalence
+from ._insight.finding import Finding as Finding
 from ._insight.report import Report as Report
 from ._optimizer.wrapper import AccumOptimizer as AccumOptimizer
 from ._optimizer.wrapper import (

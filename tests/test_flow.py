@@ -18,7 +18,9 @@ MAY_IMPORT = {
     "_optimizer": {"_backend", "_core", "_batch_norm"},
     "_step": {"_backend", "_core", "_batch_norm", "_optimizer"},
     "_planning": {"_backend", "_core", "_recompute", "_optimizer", "_step"},
-    "_insight": {"_backend", "_core", "_optimizer", "_step", "_planning"},
+    "_insight": {
+        *("_backend", "_core", "_batch_norm", "_optimizer", "_step", "_planning"),
+    },
     "_callbacks": {"_backend", "_core", "_optimizer"},
     "_schedules": {"_core"},
 }

@@ -33,12 +33,13 @@ class RandomBySample:
     is, and so is what is drawn outside of `following`.
 
     Attributes:
-        drawn: whether anything was drawn inside of `following`.
+        drawn: how often something was drawn inside of `following`.
     """
 
     def __init__(self) -> None:
-        self.drawn = False
-        self._keys: tf.Tensor | None = None
+        self.drawn = 0
+        self._inputs: Any = None
+        self._keys: dict[Any, tf.Tensor] = {}
         self._place, self._draws = "", 0
         self._patches: list[AttributePatch] = []
 
@@ -60,23 +61,23 @@ class RandomBySample:
             inputs: nested tensors, with the samples first.
             place: a name of what is called with them.
         """
-        if self._keys is not None:
+        if self._inputs is not None:
             yield
             return
-        self._keys, self._place, self._draws = _keys_of(inputs), place, 0
+        self._inputs, self._place, self._draws = (inputs,), place, 0
         try:
             yield
         finally:
-            self._keys = None
+            self._inputs, self._keys = None, {}
 
     def _by(self, name: str, draw: Callable[..., Any]) -> Callable[..., Any]:
         replayed = _DRAWN[name]
 
         @functools.wraps(draw)
         def draw_by_sample(*args: Any, **kwargs: Any) -> Any:
-            if self._keys is None:
+            if self._inputs is None:
                 return draw(*args, **kwargs)
-            self.drawn = True
+            self.drawn += 1
             found = replayed(self._uniform, *args, **kwargs)
             return draw(*args, **kwargs) if found is None else found
 
@@ -84,10 +85,10 @@ class RandomBySample:
 
     def _uniform(self, shape: Any) -> tf.Tensor:
         """Numbers in (0, 1) of a shape that begins with the samples, or is for them all."""
-        assert self._keys is not None
         self._draws += 1
+        keys = self._keys_here()
         salt = zlib.crc32(f"{self._place}/{self._draws}".encode()) << 31
-        keys = self._keys if _begins_with(shape, self._keys) else tf.zeros([1], "int64")
+        keys = keys if _begins_with(shape, keys) else tf.zeros([1], "int64")
         shape = tf.stack(shape) if isinstance(shape, (list, tuple)) else shape
         shape = tf.cast(shape, "int64")
         rows = tf.maximum(tf.shape(keys, out_type="int64")[0], 1)
@@ -95,6 +96,14 @@ class RandomBySample:
         bits = _mixed(keys[:, None] + each + salt)
         low = tf.cast(tf.bitwise.bitwise_and(bits, 2**_BITS - 1), "float32")
         return tf.reshape((low + 0.5) * 2.0**-_BITS, shape)
+
+    def _keys_here(self) -> tf.Tensor:
+        """A key for each sample; of each graph by itself, as loops have their own."""
+        eager = tf.executing_eagerly()
+        here = None if eager else tf.compat.v1.get_default_graph()
+        if here not in self._keys:
+            self._keys[here] = _keys_of(self._inputs)
+        return self._keys[here]
 
 
 def _begins_with(shape: Any, keys: tf.Tensor) -> bool:
