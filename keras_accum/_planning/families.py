@@ -16,7 +16,7 @@ from .plan import SEGMENTS, switch_on
 
 # Shares are rounded down to so many parts of one, so that they can be printed.
 PARTS = 10_000
-# Segments are tried beside blocks if a trace says that they leave so much less.
+# Segments stand in for blocks if a trace says that they leave so much less.
 MUCH_LESS = 0.9
 
 
@@ -71,10 +71,10 @@ class Family:
 
 
 def families_of(model: keras.Model) -> list[Family]:
-    """The families of a model, those that are cheaper in time first.
+    """What can be recomputed in part, by a trace.
 
-    Blocks that repeat, and segments if these save much more. A model that cannot be
-    traced or cut, or is recomputed already, has none.
+    The blocks that repeat, or segments if these save much more. Nothing for a model that
+    cannot be traced or cut, or is recomputed already.
     """
     parts = as_parts(repeated_blocks(model))
     try:
@@ -92,20 +92,20 @@ def families_of(model: keras.Model) -> list[Family]:
             trace = trace_step(model, parts)
         except ValueError:
             return []
-    found = []
     called = [[part] for part in parts if trace.is_called([part])]
-    if called and trace.peak(called) < trace.peak([]):
-        paths = [part.operation.path for (part,) in called]
-
-        def name(_: float, chosen: list[int]) -> tuple[str, ...]:
-            return tuple(paths[i] for i in chosen)
-
-        found.append(Family(trace, called, tuple(paths), name))
-    if segments and (not found or trace.peak(segments) < MUCH_LESS * trace.peak(called)):
-        found.append(
+    left, plain = trace.peak(called), trace.peak([])
+    if segments and trace.peak(segments) < MUCH_LESS * left:
+        return [
             Family(trace, segments, SEGMENTS, lambda s, _: f"{SEGMENTS}, share={s:g}")
-        )
-    return found
+        ]
+    if left == plain:
+        return []
+    paths = [part.operation.path for (part,) in called]
+
+    def name(_: float, chosen: list[int]) -> tuple[str, ...]:
+        return tuple(paths[i] for i in chosen)
+
+    return [Family(trace, called, tuple(paths), name)]
 
 
 def repeated_blocks(model: keras.Model) -> list[keras.layers.Layer]:

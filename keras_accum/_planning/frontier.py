@@ -189,8 +189,8 @@ def frontier(
         batch_size: int, the effective batch, as for `plan`.
         recompute: "auto" for the blocks that repeat, or segments; False for micro-batch
             sizes only; or a pattern of layer names, all of which are recomputed or none.
-        max_points: int, at least 1. The most points to measure. The largest micro-batch
-            sizes come first, and of each size, nothing and everything recomputed.
+        max_points: int, at least 1. The most points to measure. Of each size, nothing and
+            everything recomputed come first, and the largest sizes before smaller ones.
         verbose: 1 prints a line for each point that is measured, 0 nothing.
 
     Returns:
@@ -250,10 +250,9 @@ def _grid(
     # Sizes alone make more points where there is nothing to recompute.
     if first == [False]:
         nearest = [*nearest, *(s for s in reversed(sizes) if s not in nearest)]
-    options = list(dict.fromkeys([*first, *between]))
-    for size in nearest:
-        for option in options:
-            yield size, option
+    between = [option for option in dict.fromkeys(between) if option not in first]
+    for options in (first, between):
+        yield from itertools.product(nearest, options)
 
 
 def points(trials: Sequence[Trial]) -> tuple[Point, ...]:

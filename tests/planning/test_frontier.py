@@ -158,12 +158,13 @@ def test_sizes_are_halved_and_blocks_recomputed_in_part(asked):
     model = subclassed()
     found = ka.frontier(model, (X, Y), verbose=0)
     paths = tuple(block.path for block in model.blocks)
-    options = [False, paths, paths[:1], paths[:2]]
-    assert asked == [(size, o) for size in (16, 8, 4, 2) for o in options]
+    sizes = (16, 8, 4, 2)
+    assert asked[:8] == [(size, o) for size in sizes for o in (False, paths)]
+    assert asked[8:] == [(size, paths[:n]) for size in sizes for n in (1, 2)]
     assert len(found.points) == 16 and found.batch_size == 16
     asked.clear()
     ka.frontier(model, (X, Y), verbose=0, max_points=3)
-    assert asked == [(16, False), (16, paths), (16, paths[:1])]
+    assert asked == [(16, False), (16, paths), (8, False)]
     asked.clear()
     ka.frontier(model, (X, Y), verbose=0, recompute=False)
     assert asked == [(size, False) for size in (16, 8, 4, 2, 1)]
