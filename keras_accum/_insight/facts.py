@@ -389,7 +389,7 @@ def _read_loss(model: keras.Model, y_pred: Any, found: LossReading) -> None:
     arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": None}
     with contextlib.suppress(Exception):
         model.compute_metrics(**arguments)  # Builds them, where they are not.
-        with scalar_metrics(model) as names:
+        with scalar_metrics(model, _SAMPLES) as names:
             model.compute_metrics(**arguments)
         found.batch_metrics = tuple(dict.fromkeys(names))
 
