@@ -115,6 +115,40 @@ def test_pfn_extras_pr117_statistics_move_once(mode):
     assert_differ(gradients(make(Remat), mode=mode)[2], moved, by=0.1)
 
 
+class Doubles(layers.Layer):
+    """Its output depends on a state that each call moves."""
+
+    def __init__(self, start, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(8, "tanh")
+        self.scale = self.add_weight(
+            shape=(), initializer=keras.initializers.Constant(start), trainable=False
+        )
+
+    def build(self, input_shape):
+        self.dense.build(input_shape)
+
+    def call(self, inputs):
+        hidden = self.dense(inputs) * self.scale
+        self.scale.assign(2.0 * self.scale)
+        return hidden
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_state_that_a_call_reads_and_moves_is_the_same_in_both_passes(mode):
+    def make(start=0.3):
+        keras.utils.set_random_seed(5)
+        held = Doubles(start, name="held")
+        return keras.Sequential([keras.Input((8,)), held, layers.Dense(3)])
+
+    _, expected, moved = gradients(make(), mode=mode)
+    _, found, state_of_ours = gradients(switched("held", make=make)(), mode=mode)
+    assert_close(found, expected)
+    assert_close(state_of_ours, moved)
+    # A second pass would read this, if it read what the first has left.
+    assert_differ(gradients(make(0.6), mode=mode)[1][0], expected[0], by=0.1)
+
+
 @pytest.mark.parametrize("lost", ["state", "context"])
 def test_what_the_passes_share_matters(lost, monkeypatch):
     """The control: without it, the tests above would find something else."""
