@@ -132,7 +132,7 @@ def _add(
                     if value.dtype.is_floating:
                         moved = value + tf.cast(shift, value.dtype)
                         scope.add_update((variable, moved))
-            call(model, part, training)
+            call(model, part, training=training)
             added = added_losses(model)
         if [each.layer for each in added] != list(layers):
             return None

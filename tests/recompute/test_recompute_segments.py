@@ -285,6 +285,38 @@ def test_a_step_weighs_what_its_backward_pass_keeps():
     assert ka.recompute(make(), segments=2).layers == ("attention..attention",)
 
 
+class Conditioned(keras.Model):
+    """Blocks that no graph shows, called with two arguments."""
+
+    def __init__(self):
+        super().__init__(name="conditioned")
+        self.blocks = [
+            keras.Sequential(
+                [layers.Dense(8, "tanh") for _ in range(3)], name=f"part_{i}"
+            )
+            for i in range(4)
+        ]
+
+    def build(self, x_shape, context_shape):
+        for block in self.blocks:
+            block.build(x_shape)
+
+    def call(self, x, context, training=None):
+        for block in self.blocks:
+            x = block(x + context)
+        return x
+
+
+def test_a_model_with_two_arguments_is_traced_with_both():
+    model = Conditioned()
+    model(np.ones((2, 8)), np.ones((2, 8)))
+    with ka.recompute(model, segments="sqrt") as handle:
+        assert handle.layers == ("part_0", "part_1", "part_2")
+    unbuilt = Conditioned()
+    with pytest.raises(ValueError, match="The shapes of its arguments are not known"):
+        ka.recompute(unbuilt, segments="sqrt")
+
+
 def test_a_model_that_cannot_be_traced_is_named():
     class Unknown(layers.Layer):
         def call(self, x, training=None):

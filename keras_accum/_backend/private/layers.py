@@ -26,9 +26,13 @@ def flatten_layers(model: keras.Model) -> list[keras.layers.Layer]:
     return list(model._flatten_layers())
 
 
-def call(model: keras.Model, x: Any, training: bool = True) -> Any:
+def call(
+    model: keras.layers.Layer, *args: Any, training: bool = True, **kwargs: Any
+) -> Any:
     """The predictions of `model` in training, with the argument if `call` takes it."""
-    return model(x, training=training) if model._call_has_training_arg else model(x)
+    if model._call_has_training_arg:
+        kwargs["training"] = training
+    return model(*args, **kwargs)
 
 
 def keras_mask(tensor: Any) -> tf.Tensor | None:
