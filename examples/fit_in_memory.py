@@ -1,14 +1,15 @@
 """Train a transformer on a batch whose step needs several times the memory there is.
 
-The default run needs no network and takes two to three minutes on two cores:
+The default run needs no network and takes some minutes on two cores:
 
     python examples/fit_in_memory.py --memory 256MiB
 
 `keras_accum.plan` finds the micro-batch size, and what to recompute, with which the batch
-fits. Then the model trains twice from one seed: as planned, and in plain Keras on the
-whole batch. The memory of every step is measured while it runs. The script fails if the
-planned run goes over the budget, if the batch had fitted anyway, or if the two runs end
-with different weights.
+fits. `keras_accum.frontier` measures what each further MiB would cost in time; the figure
+shows it, with the plan as a point of it. Then the model trains twice from one seed: as
+planned, and in plain Keras on the whole batch. The memory of every step is measured while
+it runs. The script fails if the planned run goes over the budget, if the batch had fitted
+anyway, or if the two runs end with different weights.
 """
 
 import os
@@ -65,11 +66,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-size", type=int, default=512, help="samples per update")
     add("--blocks", type=int, default=6, help="of the transformer")
     add("--updates", type=int, default=8)
+    add("--points", type=int, default=8, help="of the frontier that are measured")
     add("--learning-rate", type=float, default=0.1)
     add("--seed", type=int, default=0)
     add("--output", type=Path, default=Path("fit_in_memory_output"), help="for the PNG")
     args = parser.parse_args(argv)
-    for option in ("batch_size", "blocks", "updates", "learning_rate"):
+    for option in ("batch_size", "blocks", "updates", "points", "learning_rate"):
         if (value := getattr(args, option)) <= 0:
             parser.error(f"--{option.replace('_', '-')} is {value}: it must be above 0")
     return args
@@ -149,12 +151,48 @@ def train(
     return Run(recorder.peaks[1:], recorder.losses, weights), plan
 
 
-def plot(planned: Run, large: Run, plan: keras_accum.Plan, path: Path) -> None:
-    """Draw memory and loss of both runs over the updates."""
-    figure, (peaks, losses) = plt.subplots(1, 2, figsize=(12, 4.8))
+def plot_frontier(
+    axis: plt.Axes, frontier: keras_accum.Frontier, plan: keras_accum.Plan
+) -> None:
+    """Draw time against memory, with the plan as a point."""
+    points = [*frontier.points]
+    kinds = (("micro-batch alone", False, "o"), ("with recomputation", True, "s"))
+    for label, recomputed, marker in kinds:
+        some = [point for point in points if bool(point.recompute) is recomputed]
+        memory = [point.peak_bytes / MIB for point in some]
+        seconds = [point.seconds for point in some]
+        axis.plot(memory, seconds, f"C7{marker}", label=label)
+        for point, x, y in zip(some, memory, seconds):
+            axis.annotate(
+                f"{point.micro_batch_size}",
+                (x, y),
+                xytext=(5, 4),
+                textcoords="offset points",
+                fontsize=8,
+            )
+    axis.plot(plan.peak_bytes / MIB, plan.seconds, "C0*", ms=15, label="the plan")
+    axis.axvline(plan.budget_bytes / MIB, color="k", ls="--", label="budget")
+    axis.set(
+        title="Time against memory, by micro-batch size",
+        xlabel="peak, MiB",
+        ylabel="seconds of a step",
+    )
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+
+
+def plot(
+    planned: Run,
+    large: Run,
+    plan: keras_accum.Plan,
+    frontier: keras_accum.Frontier,
+    path: Path,
+) -> None:
+    """Draw memory and loss of both runs over the updates, and the frontier."""
+    figure, (peaks, losses, times) = plt.subplots(1, 3, figsize=(17, 4.8))
     label = f"{plan.accum_steps} micro-batches of {plan.micro_batch_size}"
     if plan.recompute:
-        label += ", segments recomputed"
+        label += ", recomputed"
     for run, name, color in ((large, "whole batch", "C3"), (planned, label, "C0")):
         updates = range(2, len(run.peaks) + 2)
         peaks.plot(updates, [p / MIB for p in run.peaks], f"{color}o-", label=name)
@@ -166,7 +204,8 @@ def plot(planned: Run, large: Run, plan: keras_accum.Plan, path: Path) -> None:
     losses.plot(updates, large.losses, "C3", lw=7, alpha=0.25, label="whole batch")
     losses.plot(updates, planned.losses, "C0.--", lw=1.6, label=label)
     losses.set(title="Loss", xlabel="update", ylabel="mean cross-entropy")
-    for axis in (peaks, losses):
+    plot_frontier(times, frontier, plan)
+    for axis in (peaks, losses, times):
         plain(axis)
         whole_numbers(axis.xaxis)
         legend_below(axis, columns=3)
@@ -210,8 +249,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     planned, plan = train(args, data, args.memory)
     print(f"\n{plan}\n\nThe same in plain Keras: one update per batch")
     large, _ = train(args, data, None)
+    print("\nWhat each further MiB costs:")
+    model, samples = make_model(args), next(iter(data))
+    frontier = keras_accum.frontier(model, samples, max_points=args.points)
+    print(frontier)
     path = args.output / "memory.png"
-    plot(planned, large, plan, path)
+    plot(planned, large, plan, frontier, path)
     seconds = np.round(plan.seconds, 2)
     print(f"\nPlanned step: {seconds} s\nFigure: {path}")
     print(check(planned, large, plan))
