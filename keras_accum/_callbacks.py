@@ -5,13 +5,17 @@ It also decides what becomes of a window that an epoch, or the training, leaves 
 
 import logging
 import math
+import sys
+import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import keras
 
 from ._backend.private.models import rows_tracked
+from ._backend.private.optimizers import trained_by
 from ._core.checks import check_option
+from ._core.gradients import name_of
 from ._core.moving_state import StateWatch, describe_moving, moving_layers
 from ._optimizer.find import find_optimizers, has_known_train_step
 from ._optimizer.no_update import (
@@ -21,6 +25,7 @@ from ._optimizer.no_update import (
     end_training,
     number,
 )
+from ._optimizer.observer import WindowObserver
 from ._optimizer.wrapper import AccumOptimizer
 
 TAILS = ("carry", "flush_epoch", "flush_end", "drop")
@@ -60,6 +65,23 @@ class AccumulationMonitor(keras.callbacks.Callback):
     attribute and the keys that lead to it: `d_optimizer_updates` for `model.d_optimizer`,
     `optimizers_d_updates` for `model.optimizers["d"]`.
 
+    With `detailed=True`, of each `AccumOptimizer`:
+
+    - `clipped_gradient_norm`: the norm after clipping, and `clipped_share`, the share of
+      updates so far that were clipped;
+    - `samples_per_second`: since the beginning of the epoch, where samples are counted;
+    - a warning when a window was skipped, or a micro-batch left out, with the number of the
+      micro-batch in its window and the variables whose gradient was not finite.
+
+    With `noise_scale=True` all of that, and `noise_scale`: the gradient noise scale of
+    McCandlish et al., in samples, by the norms of the micro-batches' gradients and of their
+    mean, averaged over about 200 updates. It is near the critical batch size, from which on
+    a larger batch saves few updates. It needs windows of several micro-batches of one size,
+    and leaves embeddings out. Take it for an estimate: Merrill et al. measured critical
+    batch sizes that it does not track.
+
+    `on_update_end` is called after each update, for subclasses that log by update.
+
     Put it first in the list of callbacks, so that the others find these values, and the
     weights that a flush has updated. Reading the values waits for the step to finish.
 
@@ -69,18 +91,38 @@ class AccumulationMonitor(keras.callbacks.Callback):
             validation; `"flush_end"`, carry it, but update with it at the end of
             training; `"drop"` it. An update with a short window is divided by what the
             window really holds.
+        noise_scale: bool, whether to estimate the gradient noise scale. It takes one norm
+            of each micro-batch's gradients.
+        detailed: bool, whether to log what clipping leaves, speed, and what was not finite.
+        verbose: int. 1 writes the line at the start of training to `sys.stderr` too,
+            once, unless the logger shows it; 0 leaves it to the logger.
 
     Raises:
         ValueError: for another `tail`; and at the start of training, if the model does
-            not accumulate.
+            not accumulate; or for `noise_scale` or `detailed` without an
+            `AccumOptimizer`, or on several replicas.
+
+    References:
+        McCandlish et al., 2018, "An Empirical Model of Large-Batch Training"; Merrill et
+        al., 2025, "Critical Batch Size Revisited".
     """
 
     def __init__(
-        self, tail: Literal["carry", "flush_epoch", "flush_end", "drop"] = "carry"
+        self,
+        tail: Literal["carry", "flush_epoch", "flush_end", "drop"] = "carry",
+        *,
+        noise_scale: bool = False,
+        detailed: bool = False,
+        verbose: int = 1,
     ) -> None:
         super().__init__()
         check_option("tail", tail, TAILS)
         self.tail = tail
+        self.noise_scale = bool(noise_scale)
+        self.detailed = bool(detailed) or self.noise_scale
+        self.verbose = verbose
+        self._shown: set[str] = set()
+        self._began = 0.0
         self._watched: dict[int, _Windows | _Steps] = {}
         self._compiled: tuple[Any, Any] = (None, None)
         self._in_epoch = False
@@ -134,8 +176,38 @@ class AccumulationMonitor(keras.callbacks.Callback):
             )
         for windows in self._windows():
             windows.begin_training(self.model)
+        if self.detailed:
+            self._observe()
         self._warn_of_moving(moving_layers(self.model))
         self._state = StateWatch(self.model)
+
+    def _observe(self) -> None:
+        """Have the optimizers keep norms, in a step that is traced anew."""
+        replicas = self.model.distribute_strategy.num_replicas_in_sync
+        optimizers = [windows.optimizer for windows in self._windows()]
+        if not optimizers or replicas > 1:
+            where = f"{replicas} replicas" if optimizers else "a step that accumulates"
+            raise ValueError(
+                "`detailed=True` and `noise_scale=True` watch the windows of an "
+                f"`AccumOptimizer` on one device. Received a model with {where}: leave "
+                "them out."
+            )
+        for optimizer in optimizers:
+            optimizer.observer = WindowObserver()
+        self.model.make_train_function(force=True)
+
+    def _stop_observing(self) -> None:
+        for windows in self._windows():
+            if windows.optimizer.observer is not None:
+                windows.optimizer.observer = None
+                self.model.train_function = None
+
+    def on_update_end(self, update: int, logs: dict[str, Any]) -> None:
+        """Called after each update, with its number and what is logged of it.
+
+        Does nothing: for subclasses. With several optimizers it is called once for a step
+        in which any of them has updated.
+        """
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Note where the updates of this epoch begin."""
@@ -143,6 +215,7 @@ class AccumulationMonitor(keras.callbacks.Callback):
             watched.say_late()
         self._watch()
         self._in_epoch, self._batches = True, 0
+        self._began = time.perf_counter()
         self._rows_before = rows_tracked(self.model)
         for watched in self._watched.values():
             watched.begin_epoch()
@@ -168,7 +241,15 @@ class AccumulationMonitor(keras.callbacks.Callback):
             if not watched.announced and watched.is_used():
                 watched.announced = True
                 self._announce(watched)
+        for windows in self._windows():
+            for line in windows.describe_nonfinite():
+                logger.warning("%s%s", windows.prefix, line)
+        logs = {} if logs is None else logs
+        before = [watched.updates for watched in self._watched.values()]
         self._add_values(logs)
+        after = [watched.updates for watched in self._watched.values()]
+        if after != before:
+            self.on_update_end(max(after), logs)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Close the window before the validation that ends an epoch."""
@@ -193,6 +274,7 @@ class AccumulationMonitor(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Close the window, or warn that it stays open."""
+        self._stop_observing()
         for windows in self._windows():
             windows.optimizer.flushes_at_end = False
             if self.tail == "flush_end":
@@ -237,6 +319,11 @@ class AccumulationMonitor(keras.callbacks.Callback):
             updates = f"{self._updates(windows):g}"
         said = watched.describe(rows, replicas, updates)
         logger.info("%s%s", watched.prefix, said)
+        if logger.isEnabledFor(logging.INFO) or watched.name in self._shown:
+            return
+        self._shown.add(watched.name)
+        if self.verbose:
+            print(f"{watched.prefix}{said}", file=sys.stderr, flush=True)
 
     def _updates(self, windows: float) -> float:
         """How many updates an epoch of so many windows makes."""
@@ -262,9 +349,17 @@ class AccumulationMonitor(keras.callbacks.Callback):
         if logs is None:
             return
         several = len(self._watched) > 1
+        rows = self._rows(1) if self.noise_scale and self._batches else 0
         for watched in self._watched.values():
-            for key, value in watched.values().items():
+            values = watched.values()
+            watched.updates = int(values["updates"])
+            if isinstance(watched, _Windows):
+                values |= watched.observed(rows)
+            for key, value in values.items():
                 logs[f"{watched.name}_{key}" if several else key] = value
+        if self.detailed and has_known_train_step(self.model):
+            seen = rows_tracked(self.model) - self._rows_before
+            logs["samples_per_second"] = seen / (time.perf_counter() - self._began)
 
 
 class _Watched:
@@ -275,10 +370,12 @@ class _Watched:
         prefix: of what is said about it, among several.
         announced: whether its window has been described.
         late: what is said of an epoch when the next one begins.
+        updates: those made when values were last read.
     """
 
     def __init__(self, name: str) -> None:
         self.name, self.prefix, self.announced = name, "", False
+        self.updates = 0
         self.late: list[str] = []
 
     def say_late(self) -> None:
@@ -294,6 +391,9 @@ class _Windows(_Watched):
         super().__init__(name)
         self.optimizer = optimizer
         self.left = 0
+        self.updates = number(optimizer.iterations)
+        self._noise, self._last_observed = _NoiseScale(), self.updates
+        self._clipped, self._observed, self._skipped = 0, 0, self._skips()
         # Updates, skipped windows and micro-steps before the epoch; before training,
         # updates. Not known, there have been some.
         self._before = (-1, 0, 0)
@@ -302,6 +402,48 @@ class _Windows(_Watched):
     def begin_training(self, model: keras.Model) -> None:
         begin_training(model, self.optimizer)
         self._updates_before = number(self.optimizer.iterations)
+
+    def _skips(self) -> tuple[int, int]:
+        optimizer = self.optimizer
+        return number(optimizer.skipped_windows), number(optimizer.skipped_micro_batches)
+
+    def describe_nonfinite(self) -> list[str]:
+        """What to say of windows, or micro-batches, skipped since the last call."""
+        observer = self.optimizer.observer
+        if observer is None or not observer.built or self._skips() == self._skipped:
+            return []
+        windows = self._skips()[0] > self._skipped[0]
+        self._skipped = self._skips()
+        names = [name_of(v) for v in trained_by(self.optimizer)]
+        bad = [n for n, b in zip(names, keras.ops.convert_to_numpy(observer.bad)) if b]
+        shown = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        what = "A window was skipped" if windows else "A micro-batch was left out"
+        return [
+            f"{what} after update {number(self.optimizer.iterations)}: in micro-batch "
+            f"{number(observer.bad_step):g} of the window, the gradient of {shown} was "
+            "not finite."
+        ]
+
+    def observed(self, rows: int) -> dict[str, float]:
+        """What the observer has of the last update."""
+        observer, optimizer = self.optimizer.observer, self.optimizer
+        if observer is None or not observer.built:
+            return {}
+        norm, left = number(optimizer.last_gradient_norm), number(observer.clipped_norm)
+        if (updates := number(optimizer.iterations)) != self._last_observed:
+            self._last_observed = updates
+            self._observed += 1
+            self._clipped += left < norm * (1 - 1e-5)
+            self._noise.add(
+                *map(number, (observer.small, observer.large, observer.length))
+            )
+        values = {
+            "clipped_gradient_norm": left,
+            "clipped_share": self._clipped / max(self._observed, 1),
+        }
+        if rows and (scale := self._noise.value()) is not None:
+            values["noise_scale"] = scale * rows
+        return values
 
     def begin_epoch(self) -> None:
         self._before = self._counters()
@@ -373,6 +515,33 @@ class _Windows(_Watched):
         now = zip(self._counters(), self._before)
         updates, skipped, held = (after - before for after, before in now)
         return updates, skipped, held
+
+
+class _NoiseScale:
+    """The gradient noise scale, of running means over updates; see `WindowObserver`."""
+
+    def __init__(self) -> None:
+        self._signal = self._noise = 0.0
+        self._known = False
+
+    def add(self, small: float, large: float, length: float) -> None:
+        """Take one update: mean square of the parts, square of the mean, how many."""
+        if length < 2 or not math.isfinite(small + large):
+            return
+        signal = (length * large - small) / (length - 1)
+        noise = (small - large) / (1 - 1 / length)
+        # Both begin at zero alike: their quotient needs no correction.
+        self._signal += (1 - _DECAY) * (signal - self._signal)
+        self._noise += (1 - _DECAY) * (noise - self._noise)
+        self._known = True
+
+    def value(self) -> float | None:
+        """In micro-batches; None before it is known, or where noise hides the gradient."""
+        return self._noise / self._signal if self._known and self._signal > 0 else None
+
+
+# Of running means: over about 200 updates.
+_DECAY = 0.995
 
 
 class _Steps(_Watched):

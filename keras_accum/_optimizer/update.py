@@ -18,6 +18,7 @@ from .._backend.private.optimizers import trained_by
 from .._core.clipping import clip_adaptively
 from .._core.gradients import all_finite, global_norm
 from .averages import apply_reduced, overwrite_by_averages
+from .observer import norm_after_clipping
 
 
 class EndOfWindow:
@@ -80,6 +81,10 @@ class EndOfWindow:
             weights = [tf.convert_to_tensor(v) for v in variables]
             clipped = clip_adaptively(grads, weights, factor)
             grads = [g if r else c for g, c, r in zip(grads, clipped, replaced)]
+        if (observer := optimizer.observer) is not None:
+            own = [g for g, as_is in zip(grads, replaced) if not as_is]
+            clipped = norm_after_clipping(optimizer.inner_optimizer, own)
+            observer.end(indices, means, clipped)
         if hasattr(optimizer.inner_optimizer, "optimizers"):
             # A MultiOptimizer takes the gradients of all variables, some of them None.
             held = dict(zip(indices, grads))

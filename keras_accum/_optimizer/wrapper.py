@@ -51,6 +51,7 @@ from .arguments import (
 )
 from .loss_scale import ScalesLoss
 from .no_update import Training, begin_fit, end_training, note_dropped
+from .observer import WindowObserver
 from .pending import PendingWeight
 from .update import EndOfWindow
 from .window import AccumSteps, check_accum_steps, checked_steps, trace_schedule
@@ -208,6 +209,8 @@ class AccumOptimizer(ScalesLoss):
         self._model: Any = lambda: None  # The one that is compiled with this optimizer.
         self._announces = False
         self._first_is_unknown = False
+        # Set for the time of a `fit` by `AccumulationMonitor`.
+        self.observer: WindowObserver | None = None
         self._sealed = True
 
     # -------------------------------------------------------------- meeting a model
@@ -471,9 +474,15 @@ class AccumOptimizer(ScalesLoss):
         given = [g for g in grads if g is not None]
         with_gradient = [i for i, g in zip(indices, grads) if g is not None]
         self._warn_of_missing(with_gradient)
-        guards, kept = self._screen(given, value)
+        screened = [v for v, g in zip(variables, grads) if g is not None]
+        guards, kept = self._screen(given, screened, value)
         with tf.control_dependencies([*guards, *checks]):
             share = self._pending_weight.share()
+            if self.observer is not None:
+                factor = 1.0 / tf.cast(share, "float32")
+                if (scale := self._scale()) is not None:
+                    factor /= tf.cast(tf.convert_to_tensor(scale), "float32")
+                self.observer.add(grads, indices, factor, window)
             window.add(grads, indices, Weight(value, weight.samples), share, kept)
             with tf.control_dependencies(after(given)):
                 self._pending_weight.clear()
@@ -538,7 +547,10 @@ class AccumOptimizer(ScalesLoss):
         )
 
     def _screen(
-        self, grads: Sequence[tf.Tensor | tf.IndexedSlices], weight: tf.Tensor
+        self,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices],
+        variables: Sequence[keras.Variable],
+        weight: tf.Tensor,
     ) -> tuple[list[tf.Operation], tf.Tensor | None]:
         """By `on_nonfinite`: what must hold before anything changes, and what to keep.
 
@@ -551,7 +563,8 @@ class AccumOptimizer(ScalesLoss):
         usable = tf.logical_or(all_finite(grads), tf.equal(weight, 0.0))
         if self.on_nonfinite == "skip_micro_batch":
             return [], usable
-        return [_assert_finite(usable)], None
+        names = [name_of(v) for v in variables]
+        return [_assert_finite(usable, grads, names, self._accumulator.micro_step)], None
 
     def _next_length(self) -> tf.Tensor:
         if self._schedule is None:
@@ -655,7 +668,12 @@ def _await_values(variables: Sequence[keras.Variable]) -> bool:
         return any(isinstance(v, tf.Variable) and not v.is_initialized() for v in values)
 
 
-def _assert_finite(finite: tf.Tensor) -> tf.Operation:
+def _assert_finite(
+    finite: tf.Tensor,
+    gradients: Sequence[tf.Tensor | tf.IndexedSlices],
+    names: Sequence[str],
+    micro_step: keras.Variable,
+) -> tf.Operation:
     if compiled_by_xla():
         raise ValueError(
             "Received `on_nonfinite='raise'` in a function that XLA compiles, where "
@@ -666,6 +684,13 @@ def _assert_finite(finite: tf.Tensor) -> tf.Operation:
         finite,
         [
             "A gradient holds an infinity or a NaN. Nothing was added to the window. Use "
-            "on_nonfinite='skip_window' or 'skip_micro_batch' to train on without it."
+            "on_nonfinite='skip_window' or 'skip_micro_batch' to train on without it.",
+            "Micro-batch of the window, from 1:",
+            tf.convert_to_tensor(micro_step.value) + 1,
+            "Variables:",
+            tf.strings.reduce_join(
+                tf.boolean_mask(names, tf.stack([~all_finite([g]) for g in gradients])),
+                separator=", ",
+            ),
         ],
     )
