@@ -93,6 +93,8 @@ def families_of(model: keras.Model) -> list[Family]:
         except ValueError:
             return []
     called = [[part] for part in parts if trace.is_called([part])]
+    # In the order in which they run: of equal ones the first are recomputed.
+    called.sort(key=trace.first_operation)
     left, plain = trace.peak(called), trace.peak([])
     if segments and trace.peak(segments) < MUCH_LESS * left:
         return [

@@ -152,7 +152,7 @@ class Frontier:
         axis.scatter([], [], color="k", marker="s", label="recomputed")
         axis.scatter([], [], facecolor="none", edgecolor="k", label="dominated")
         axis.set(xlabel="peak of a step, MiB", ylabel="seconds of a step")
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.1 * max(point.seconds for point in self.points))
         axis.set_title(f"{self._task.model.name}: batch of {self.batch_size}")
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)

@@ -182,6 +182,22 @@ def test_a_plan_of_it_recomputes_what_it_says(asked):
     assert ["call" in vars(block) for block in model.blocks] == [True, False, False]
 
 
+def test_of_equal_blocks_those_that_run_first_are_recomputed():
+    """Keras lists the layers of a model within a model from the last one."""
+    inputs = hidden = keras.Input((8,))
+    for i in range(4):
+        hidden = keras.Sequential(
+            [keras.layers.Dense(8, "tanh") for _ in range(3)], name=f"block_{i}"
+        )(hidden)
+    backbone = keras.Model(inputs, hidden)
+    model = keras.Sequential([keras.Input((8,)), backbone, keras.layers.Dense(2)])
+    (family,) = families_of(model)
+    names = ("block_0", "block_1", "block_2", "block_3")
+    assert tuple(path.split("/")[-1] for path in family.everything) == names
+    chosen, _ = family.subset(0.5)
+    assert tuple(path.split("/")[-1] for path in chosen) == names[:2]
+
+
 def test_a_part_of_the_segments_is_the_same_after_apply():
     def make():
         keras.utils.set_random_seed(1)
