@@ -253,7 +253,7 @@ def _recorded(model: keras.Model, random: RandomBySample) -> Iterator[list[_Call
 
     patches: list[AttributePatch] = []
     try:
-        for layer in {id(x): x for x in [model, *flatten_layers(model)]}.values():
+        for layer in flatten_layers(model):
             patches.append(AttributePatch(layer, "call", recording(layer)))
         yield found
     finally:
