@@ -129,21 +129,32 @@ def test_a_step_that_splits_its_batch_makes_no_update_without_one():
 
 
 def test_a_loop_of_the_users_that_runs_out_of_data():
+    """With a weight that depends on no data: it has to wait all the same."""
     optimizer = ka.AccumOptimizer(keras.optimizers.SGD(0.01), 3)
     model = model_of(optimizer)
     optimizer.build(model.trainable_variables)
     batches = iter(data_set())
 
-    @tf.function(autograph=False)
-    def step():
-        x, y = next(batches)
+    def train_on(x, y):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(model(x) - y))
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply(gradients, model.trainable_variables, weight=4.0)
+
+    @tf.function(autograph=False)
+    def step():
+        train_on(*next(batches))
 
     for _ in range(5):
         step()
     with pytest.raises(tf.errors.OutOfRangeError):
         step()
     assert (int(optimizer.iterations), int(optimizer.micro_step)) == (1, 2)
+    # The window holds two micro-batches, and what they weigh.
+    train_on(X[:4], 2 * X[:4])
+    plain = model_of(keras.optimizers.SGD(0.01))
+    for x in (X[:12], np.concatenate([X[12:], X[:4]])):
+        before = plain.get_weights()
+        plain.fit(x, 2 * x, batch_size=12, verbose=0)
+    assert_close(model.get_weights(), plain.get_weights())
+    assert_differ(plain.get_weights(), before)
