@@ -143,8 +143,9 @@ def recompute(
     Raises:
         ValueError: if nothing matches, the model itself is selected, a match is already
             recomputed or was created in a `keras.RematScope`, or `model` cannot be cut
-            into segments, or not so that it needs less memory; the message then names
-            what would save more, if anything does. Later, in a training step, if a part
+            into segments, or not by "sqrt" so that it needs less memory (of an int that
+            saves nothing, it warns); the message then names what would save more, if
+            anything does. Later, in a training step, if a part
             cannot be computed twice: it draws from TensorFlow's own random state, uses a
             tensor that needs a gradient and is not an argument, assigns to trainable
             weights or inside of a TensorFlow loop, keeps a tensor in an attribute, or,

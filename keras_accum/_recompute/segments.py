@@ -19,6 +19,7 @@ from itertools import pairwise
 import keras
 import numpy as np
 
+from .._backend.warn import warn
 from .parts import Part, parts_of
 from .weigh import trace_step
 
@@ -113,7 +114,8 @@ class Division:
         kept: further parts to trace.
 
     Raises:
-        ValueError: if there is nothing to cut, or nothing to gain.
+        ValueError: if there is nothing to cut, or nothing to gain. Of a `count` that gains
+            nothing, it warns.
     """
 
     def __init__(
@@ -142,7 +144,10 @@ class Division:
         found = [s for s in dict.fromkeys(map(tuple, found)) if self.trace.is_called(s)]
         found.sort(key=self.trace.first_operation)
         self.segments: list[Sequence[Part]] = list(found[:-1])
-        self._check_gain()
+        if (nothing := self._nothing_saved()) is not None:
+            if count is None:
+                raise ValueError(nothing)
+            warn(nothing)
 
     def _count_steps(self, parts: Sequence[Part]) -> int:
         return sum(
@@ -182,12 +187,13 @@ class Division:
         cuts = place(sizes, self.trace.outputs(run), count)
         return [run[i:j] for i, j in pairwise([0, *cuts, len(run)])]
 
-    def _check_gain(self) -> None:
+    def _nothing_saved(self) -> str | None:
+        """That segments save nothing, and what would save more; None if they do."""
         plain = self.trace.peak([])
         left = self.trace.peak(self.segments)
         if self.segments and left <= USELESS * plain:
-            return
-        raise ValueError(
+            return None
+        return (
             f"Cutting '{self._model.name}' into segments saves nothing: "
             f"{min(left / plain, 1) if plain else 1:.0%} of what its backward pass needs "
             f"would stay in memory. {self._advice(plain)}"
