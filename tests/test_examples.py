@@ -76,6 +76,18 @@ def test_train_multi_worker_resumes_after_a_worker_was_lost(tmp_path):
     assert printed.count("Epoch 1/3") == 1 and not backup.exists()
 
 
+def test_diagnose_model(tmp_path):
+    printed = run("diagnose_model.py", "--output", tmp_path)
+    assert (
+        "Checked: BatchNormalization, contrastive loss, own masked loss differ, and are "
+        "equal with the remedy."
+    ) in printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "models.png",
+        "variables.png",
+    ]
+
+
 def test_quick_start():
     printed = run("quick_start.py")
     apart = re.findall(r"(.*\S) +differs by (\S+)", printed)
