@@ -173,7 +173,8 @@ def profiler_of(name: str, mode: str):
     """What measures steps of the model, and its families."""
     keras.utils.set_random_seed(0)
     model, x = MODELS[name]()
-    model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=mode == "xla")
+    compiled = mode == "xla"
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=[], jit_compile=compiled)
     y = np.zeros(np.shape(model(x)), "float32")
     families = families_of(model)
     if not families:
