@@ -4,15 +4,16 @@
 
 Renames each such name in turn, everywhere in the sources of Keras (or of TensorFlow, if
 it is TensorFlow's) as they are imported, each in a process of its own, then makes objects
-and trains on a few numbers. Prints a table: who notices, or that nobody does. A row that
-is wrong without a word fails the script. Without names it takes all of them, which is
-about ten minutes of CPU time.
+and trains on a few numbers (`renames_checks.py`). Writes who notices into docs/renames.md.
+A row that is wrong without a word fails the script. Without names it takes all of them,
+which is about ten minutes of CPU time.
 """
 
 import argparse
 import ast
 import importlib
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -183,16 +184,40 @@ def _import_tensorflow_alone():
 def row(outcome):
     """Who notices, and whether it is noticed at all."""
     stage, error = outcome["stage"], outcome.get("error", "")
+    error = re.sub(r" \(/.*?\)", "", error).replace("|", "/")  # Paths of this machine.
     if stage is None:
         return "nothing differs", True
     if "numbers" in outcome:
-        return f"WRONG, silently, in {stage}", False
+        return f"WRONG, silently, in `{stage}`", False
     if stage == "Keras itself":
         return "Keras itself cannot do without", True
     if " was tested with " in error:
         what = error.partition("has moved: ")[2].partition(" Numbers could")[0]
         return f"{stage} names the versions: {what}", True
-    return f"a bare error in {stage}: {error[:90]}", True
+    return f"a bare error in `{stage}`: {error[:90]}", True
+
+
+TABLE = PACKAGE.parent / "docs" / "renames.md"
+INTRODUCTION = """# Private parts that could move
+
+What happens if Keras {} or TensorFlow {} renames a private part that the package uses:
+`python tests/renames.py` renames each in turn, trains on a few numbers, and writes this
+table. `python tests/renames.py --without-canaries NAME` tells what a canary is for.
+
+| renamed | of | who notices |
+|---|---|---|
+"""
+
+
+def write(found, known):
+    """Add rows to the table, in place of older ones of the same names."""
+    old = TABLE.read_text().splitlines() if TABLE.exists() else []
+    rows = {line.split("`")[1]: line for line in old if line.startswith("| `")}
+    rows = {name: line for name, line in rows.items() if name in known} | found
+    TABLE.parent.mkdir(exist_ok=True)
+    version = importlib.metadata.version
+    introduction = INTRODUCTION.format(version("keras"), version("tensorflow"))
+    TABLE.write_text(introduction + "".join(f"{rows[n]}\n" for n in sorted(rows)))
 
 
 def main():
@@ -210,7 +235,11 @@ def main():
             _import_tensorflow_alone()
         what, noticed = row(in_process(name, of_tensorflow, not given.without_canaries))
         fine &= noticed
-        print(f"| `{name or '(none)'}` | {what} |", flush=True)
+        owner = "TensorFlow" if of_tensorflow else "Keras"
+        line = f"| `{name or '(none)'}` | {owner} | {what} |"
+        print(line, flush=True)
+        if name and not given.without_canaries:
+            write({name: line}, all_names)
     sys.exit(not fine)
 
 

@@ -96,6 +96,8 @@ def draws():
 
 def test_training_goes_on_as_if_nothing_had_been_planned():
     def run(between):
+        # To Keras 3.12 a new seed does not reach the generator that is there already.
+        keras.backend.clear_session()
         keras.utils.set_random_seed(5)
         tf.random.set_seed(5)
         model = compiled("eager")
