@@ -1,11 +1,11 @@
-"""Fast tests on pairs of versions of TensorFlow and Keras; prints a table of them.
+"""A fast selection of the tests on pairs of versions of TensorFlow and Keras.
 
-    python tests/matrix.py                      # all pairs, oldest first
+    python tests/matrix.py                      # all pairs; writes docs/versions.md
     python tests/matrix.py 2.18 3.10            # one of them, as CI does
     python tests/matrix.py --folder ~/versions  # keep the environments there
 
 Each pair gets an environment of its own, with `tensorflow-cpu`. What an older Keras does
-not have is skipped, and counted, with the reason that pytest shows.
+not have is skipped, with the reason.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import venv
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -25,20 +26,60 @@ PAIRS = (
     ("2.21", "3.14"),
     ("2.21", "3.15"),
 )
-# The canaries, both routes against the large batch, and saves. Not compiled: XLA and
-# graphs take most of the time, and what versions change is above them.
-SELECTION = (
-    "tests/backend",
-    "tests/optimizer/test_state.py",
-    "tests/optimizer/test_precision.py",
-    "tests/step/test_train_step.py",
-    "tests/step/test_two_pass.py",
-)
-WITHOUT = "not graph and not xla"
+# Of each folder what versions can change: canaries, private parts, both routes against the
+# large batch, saves. Not compiled by XLA, which takes most of the time of the tests.
+SELECTION = """
+backend/test_canaries.py
+backend/test_private.py
+core/test_accumulate_gradients.py::test_sparse_gradients_equal_the_dense_one
+optimizer/test_equivalence.py::test_constraints_and_regularisers_count_once_per_update
+optimizer/test_equivalence.py::test_sgd_with_momentum_equals_numpy
+optimizer/test_equivalence.py::test_tokens_and_not_samples_weigh_a_micro_batch
+optimizer/test_equivalence.py::test_what_the_inner_optimizer_counts_in_updates_stays_in_updates
+optimizer/test_in_keras_hands.py
+optimizer/test_keras_callbacks.py::test_keras_22959_swap_ema_weights_sees_the_wrapped_optimizer
+optimizer/test_precision.py::test_a_constant_scale_is_applied_and_undone_once
+optimizer/test_precision.py::test_fit_skips_a_window_with_an_overflow_as_the_large_batch
+optimizer/test_state.py::test_a_checkpoint_of_a_plain_loss_scale_optimizer_loads
+optimizer/test_state.py::test_a_checkpoint_of_the_plain_inner_optimizer_loads
+optimizer/test_state.py::test_an_inner_optimizer_of_any_make_is_restored
+optimizer/test_state.py::test_classes_of_the_users_own_are_found_by_name
+optimizer/test_state.py::test_training_resumed_in_mid_window_is_the_uninterrupted_one_to_the_bit
+step/test_loss_kinds.py::test_a_sum_a_mean_and_a_regularizer_in_one_loss
+step/test_own_loss.py::test_what_is_understood_is_exact_without_a_word
+step/test_train_step.py::test_a_saved_accumulating_model_keeps_its_settings
+step/test_train_step.py::test_every_kind_of_model_is_exact
+step/test_train_step.py::test_every_reduction_of_a_weighted_loss_is_exact
+step/test_train_step.py::test_mixed_float16_is_scaled_once
+step/test_train_step.py::test_two_outputs_with_two_masks_are_exact
+step/test_two_pass.py::test_a_loss_that_couples_samples_is_exact
+step/test_two_pass.py::test_masks_travel_from_the_first_pass_to_the_loss
+step/test_two_pass.py::test_metrics_inside_layers_see_every_sample_once
+recompute/test_dropout.py::test_layers_that_drop
+recompute/test_recompute.py::test_a_softmax_at_the_end_of_a_block_gives_the_loss_its_logits
+recompute/test_recompute.py::test_a_step_is_that_of_the_plain_model
+recompute/test_recompute.py::test_masks_travel_through
+recompute/test_recompute.py::test_mixed_precision
+recompute/test_recompute_segments.py::test_skip_connections_are_respected
+recompute/test_recompute_switch.py::test_the_wrapper_is_saved_and_loaded
+test_batch_norm.py::test_replaced_layers_predict_to_the_bit_and_pool_their_statistics
+test_batch_norm.py::test_statistics_inside_of_the_step_are_those_of_the_large_batch
+planning/test_transaction.py::test_training_goes_on_as_if_nothing_had_been_planned
+distribution/test_replicas.py::test_on_two_replicas[a_plan_trains_as_the_large_batch]
+"""
+INTRODUCTION = """# Versions
+
+TensorFlow from 2.18 and Keras from 3.10 on. `python tests/matrix.py` runs a selection of
+the tests, named there, on each pair below, and writes this table. What is skipped is of a
+newer Keras. All tests run on the newest pair, in `.ci/run`.
+
+| TensorFlow | Keras | Python | tests |
+|---|---|---|---|
+"""
 
 
 def run(pair, folder):
-    """The counts and seconds that pytest prints for a pair, and whether all passed."""
+    """The row of the table for a pair, and whether all passed."""
     tensorflow, keras = pair
     home = folder / f"tensorflow-{tensorflow}-keras-{keras}"
     python = home / "bin" / "python"
@@ -48,12 +89,27 @@ def run(pair, folder):
     pins += re.findall(
         r"pytest(?:-xdist)?==[\d.]+", (ROOT / "pyproject.toml").read_text()
     )
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *pins, ROOT], check=True)
-    subprocess.run([python, "-m", "pip", "check"], check=True)
-    command = [python, "-m", "pytest", "-rs", *SELECTION, "-k", WITHOUT]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    print(done.stdout[-4000:], file=sys.stderr)
-    return done.stdout.strip().splitlines()[-1].strip("= "), done.returncode == 0
+    pip = [python, "-m", "pip"]
+    subprocess.run([*pip, "install", "--quiet", *pins, "-e", ROOT], check=True)
+    subprocess.run([*pip, "check"], check=True)
+    command = [python, "-m", "pytest", "-rsfE", "--tb=short", "-k", "not xla"]
+    command += [f"tests/{test}" for test in SELECTION.split()]
+    begun = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    print(done.stdout, flush=True)
+    print(f"{time.monotonic() - begun:.0f} s", flush=True)
+    found = subprocess.check_output(
+        [
+            python,
+            "-c",
+            "import importlib.metadata, platform; version = importlib.metadata.version;"
+            "print(version('tensorflow-cpu'), version('keras'), platform.python_version())",
+        ],
+        text=True,
+    )
+    counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", done.stdout[-300:])
+    row = " | ".join([*found.split(), ", ".join(counts)])
+    return f"| {row} |\n", done.returncode == 0
 
 
 def main():
@@ -63,13 +119,17 @@ def main():
     given = parser.parse_args()
     if len(given.pair) not in (0, 2):
         parser.error("give two versions, or none")
-    fine = True
+    rows, fine = [], True
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or pathlib.Path(temporary)
         for pair in [tuple(given.pair)] if given.pair else PAIRS:
-            counts, passed = run(pair, folder)
+            row, passed = run(pair, folder)
+            rows.append(row)
             fine &= passed
-            print(f"| {pair[0]} | {pair[1]} | {counts} |", flush=True)
+            print(row, flush=True)
+    if not given.pair:
+        (ROOT / "docs").mkdir(exist_ok=True)
+        (ROOT / "docs" / "versions.md").write_text(INTRODUCTION + "".join(rows))
     sys.exit(not fine)
 
 
