@@ -202,7 +202,8 @@ INTRODUCTION = """# Private parts that could move
 
 What happens if Keras {} or TensorFlow {} renames a private part that the package uses:
 `python tests/renames.py` renames each in turn, trains on a few numbers, and writes this
-table. `python tests/renames.py --without-canaries NAME` tells what a canary is for.
+table; a name without a row has not been tried. `python tests/renames.py
+--without-canaries NAME` tells what a canary is for.
 
 | renamed | of | who notices |
 |---|---|---|
