@@ -21,11 +21,10 @@ from .._backend.attribute_patch import AttributePatch
 from .._backend.private.graphs import graph_of
 from .._backend.private.layers import call, children, flatten_layers, own_state
 from .._backend.private.losses import (
-    call_losses,
+    added_losses,
     compute_loss,
     forget_call_losses,
     has_own_compute_loss,
-    is_sum,
     listen_to_reductions,
 )
 from .._backend.private.models import scalar_metrics
@@ -51,7 +50,7 @@ class Reading:
         coupled: the innermost layers that give a sample something else in another batch.
         drawing: the innermost layers that draw random numbers.
         moved: the ids of variables that are assigned in a call.
-        sums: the number of losses that layers add as one value per sample.
+        sums: the number of losses that layers add and that are sums over samples.
         batch_wide: the number of those that are no mean over samples.
         without_gradient: the paths of trained weights that the outputs do not depend on.
     """
@@ -206,12 +205,13 @@ def _read(model: keras.Model, found: Reading) -> None:
     found.moved = {
         id(v) for v in model.variables if scope.get_current_value(v) is not None
     } - {id(v) for v in model.trainable_variables if v.regularizer is not None}
-    found.sums = sum(is_sum(value) for value in added)
     added_in_parts = [each for _, each in of_parts]
     if len({len(a) for a in (added, *added_in_parts)}) == 1:
         for whole, one, two in zip(added, *added_in_parts):
-            mean = (one + 2 * two) / _SAMPLES
-            found.batch_wide += not is_sum(whole) and _far(whole, mean)
+            if _far(whole, (one + 2 * two) / _SAMPLES):
+                is_sum = not _far(whole, one + two)
+                found.sums += is_sum
+                found.batch_wide += not is_sum
     trained = [v for v in model.trainable_variables if id(v) not in found.moved]
     gradients = tape.gradient(target, [v.value for v in trained])
     # What only a frozen, moved or wrapped weight reaches is not asked for.
@@ -225,7 +225,7 @@ def _forward(model: keras.Model, x: Any) -> tuple[Any, Any, list[tf.Tensor]]:
     with nothing_moves(model) as scope:
         forget_call_losses(model)
         y_pred = call(model, x)
-        added = call_losses(model)
+        added = [tf.reduce_sum(each.value) for each in added_losses(model)]
     forget_call_losses(model)
     return scope, y_pred, added
 
