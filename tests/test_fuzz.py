@@ -19,7 +19,7 @@ def test_random_configurations_are_the_large_batch():
     found = fuzz.search(itertools.islice(stream(seed=0), EXAMPLES), failures="stop")
     assert not found.failures, str(found)
     exact = [c for c, outcome in found.outcomes if outcome.status == "equal"]
-    assert len(exact) > 0.6 * EXAMPLES, f"warning always would pass, too: {found}"
+    assert len(exact) >= 0.5 * EXAMPLES, f"warning always would pass, too: {found}"
 
 
 def test_a_mean_of_means_is_found(monkeypatch):
