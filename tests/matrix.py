@@ -65,7 +65,7 @@ recompute/test_recompute_switch.py::test_the_wrapper_is_saved_and_loaded
 test_batch_norm.py::test_replaced_layers_predict_to_the_bit_and_pool_their_statistics
 test_batch_norm.py::test_statistics_inside_of_the_step_are_those_of_the_large_batch
 planning/test_transaction.py::test_training_goes_on_as_if_nothing_had_been_planned
-distribution/test_replicas.py::test_on_two_replicas[a_plan_trains_as_the_large_batch]
+distribution/test_replicas.py::test_on_two_replicas[planning]
 """
 INTRODUCTION = """# Versions
 
