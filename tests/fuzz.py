@@ -325,8 +325,8 @@ def _run_of(model, optimizer, initial, logs):
         initial,
         model.get_weights(),
         [v.numpy() for v in inner.variables],
-        int(inner.iterations),
-        None if scale is None else float(scale),
+        int(keras.ops.convert_to_numpy(inner.iterations)),
+        None if scale is None else float(keras.ops.convert_to_numpy(scale)),
         logs,
     )
 
