@@ -23,6 +23,7 @@ from .._backend.private.functions import elements_of_list
 from .._backend.private.graphs import example_arguments, run_by
 from .._backend.private.layers import call, call_method
 from .._backend.private.randomness import random_state_kept
+from .._backend.private.strategies import local_component
 from .parts import GraphInSegments, Part, Segment, by_graph
 
 SAMPLES, OPEN_SIZE, TRIPS = 2, 128, 16
@@ -179,7 +180,8 @@ def trace_step(model: keras.layers.Layer, parts: Sequence[Part]) -> Trace:
             # Something takes each result: it stays in memory.
             results = [tf.identity(x) for x in results if x.dtype.is_floating]
         forward.extend(_operations())
-        values = [v.value for v in model.trainable_variables]
+        # Under a strategy, which a trace is not in a replica of, their first copy.
+        values = [local_component(v.value) for v in model.trainable_variables]
         tape.gradient(results, [*floats, *values])
 
     try:
