@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from .._backend import replica
 from .._backend.private.losses import (
     call_losses,
     is_a_part,
@@ -74,8 +75,17 @@ def _weighted(
     terms = Terms(compiled, added, *known)
     if optimizer.reduction == "sum":
         check_sums(terms, model)
+        if terms.complete and replica.count() > 1:
+            loss += _undivided(terms.vectors, loss.dtype)
         return (loss if regular is None else loss + optimizer.once(regular)), None
     return loss, Weight(optimizer_weight(terms, rows, model), rest)
+
+
+def _undivided(sums: list[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
+    """What makes up for Keras's division of added losses by the number of replicas."""
+    added = [tf.cast(tf.reduce_sum(value), dtype) for value in sums]
+    rest = 1.0 - 1.0 / replica.count()
+    return tf.add_n([tf.zeros((), dtype), *added]) * tf.cast(rest, dtype)
 
 
 def _rows(arguments: Any) -> tuple[int | None, tf.Tensor]:

@@ -392,6 +392,11 @@ def sums_that_a_layer_adds_are_over_all_samples(strategy, mode):
             how = {"split": {"accum_steps": 3}, "two_pass": two_pass}
             found = train(make, data(16), sgd, strategy, mode, loss="mse", **how)
             assert_same(found, oracle)
+        how = {"mode": mode, "loss": keras.losses.MeanSquaredError(reduction="sum")}
+        small = lambda: keras.optimizers.SGD(0.01)  # noqa: E731
+        summing = accumulating(small, reduction="sum")
+        found = train(make, data(16), summing, strategy, batch_size=BATCH, **how)
+        assert_same(found, train(make, data(16), small, **how), logs=False)
         naive = train(make, data(16), sgd, strategy, mode, loss="mse")
         assert_differ(naive[0].get_weights(), oracle[0].get_weights(), what="plain Keras")
 
