@@ -581,14 +581,18 @@ class AccumOptimizer(ScalesLoss):
         begins = tf.equal(self._accumulator.micro_step.value, 0)
         return tf.where(begins, self._next_length(), self._accumulator.length.value)
 
-    def once(self, value: tf.Tensor) -> tf.Tensor:
+    def once(self, value: tf.Tensor, replicas: int = 1) -> tf.Tensor:
         """Zero, whose gradient takes that of `value` out of all micro-batches but one.
 
         Where gradients are added up, a regularizer counts in the first of a window only.
+
+        Args:
+            value: scalar tensor.
+            replicas: how many replicas have it whole, each of which keeps its share.
         """
         first = tf.equal(self._accumulator.micro_step.value, 0) if self.built else True
         absent = value - tf.stop_gradient(value)
-        return tf.where(first, tf.zeros_like(absent), -absent)
+        return tf.where(first, absent * (1.0 / replicas - 1.0), -absent)
 
     # -------------------------------------------------------- the end of a window
 

@@ -195,6 +195,8 @@ def _divisor(
     """From the weight of a replica's micro-batches to what to divide its gradients by."""
     if replica.count() == 1:
         return None
+    if adds_up(model.optimizer):
+        return None
     if accumulates(model.optimizer):
         # As Keras's losses make them: the mean, divided by the number of replicas.
         return lambda weight: weight * replica.count()
@@ -274,7 +276,7 @@ def _loss_function(
         with listen_to_reductions(adjust):
             loss = compute_loss(model, x, y, y_pred, sample_weight)
         if adds_up(model.optimizer) and (regular := regularization(model)) is not None:
-            loss += model.optimizer.once(regular)
+            loss += model.optimizer.once(regular, replica.count())
         model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         pool_calls(model)
         return loss, hook and hook(x, y, y_pred, sample_weight), values
