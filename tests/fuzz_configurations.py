@@ -276,6 +276,10 @@ _RULES = (
     (lambda c: c.replicas > 1 and c.looping, "loops run on one device"),
     (lambda c: c.replicas > 1 and c.mode == "xla", "refused by name"),
     (lambda c: c.replicas > 1 and c.random != "none", "differs by replica"),
+    (
+        lambda c: c.replicas > 1 and c.feed == "generator",
+        "plain Keras loses all but the two batches that it has looked at",
+    ),
     (lambda c: not c.accumulating and c.accum_steps != (1,), "no windows"),
     (lambda c: not c.splitting and c.split != "k2", "no split"),
     # Models.

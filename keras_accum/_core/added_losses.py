@@ -14,9 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from .._backend.private.layers import call, read
+from .._backend.private.layers import call, flatten_layers, read
 from .._backend.private.losses import (
-    AddedLoss,
     added_losses,
     call_losses_kept,
     remember_kinds,
@@ -36,7 +35,7 @@ class _Tried(NamedTuple):
     first: np.ndarray
     second: np.ndarray
 
-    def equals(self, first: float, second: float, rtol: np.ndarray) -> np.ndarray:
+    def equals(self, first: float, second: float, rtol: float) -> np.ndarray:
         expected = first * self.first + second * self.second
         return np.abs(self.whole - expected) <= _NOTHING + rtol * np.abs(expected)
 
@@ -60,7 +59,11 @@ def learn_kinds(model: keras.Model, x: Any) -> None:
     tried = None if x is None else _try(model, x, [each.layer for each in added])
     several = [each.value.shape.rank > 0 for each in added]
     # What cannot be tried is a sum if there are several values, as one of each sample.
-    found = [s or None for s in several] if tried is None else _sums(tried, added)
+    found = (
+        [s or None for s in several]
+        if tried is None
+        else _sums(tried, flatten_layers(model))
+    )
     kinds = [each.is_sum if s is None else s for each, s in zip(added, found)]
     remember_kinds(model, [s if k is None else k for k, s in zip(kinds, several)])
     for each, kind in zip(added, kinds):
@@ -73,11 +76,11 @@ _known: "weakref.WeakKeyDictionary[keras.Model, set[Any]]"
 _known = weakref.WeakKeyDictionary()
 
 
-def _sums(tried: _Tried, added: Sequence[AddedLoss]) -> list[bool | None]:
+def _sums(tried: _Tried, layers: Sequence[keras.layers.Layer]) -> list[bool | None]:
     """Whether each is a sum over samples, or a mean; None if it is neither."""
-    dtypes = [keras.backend.standardize_dtype(x.layer.compute_dtype) for x in added]
-    # Sums of the same numbers in another order.
-    rtol = np.array([0.03 if dtype.endswith("16") else 0.001 for dtype in dtypes])
+    # Sums of the same numbers in another order, of what other layers have computed.
+    dtypes = {keras.backend.standardize_dtype(x.compute_dtype) for x in layers}
+    rtol = 0.03 if dtypes & {"float16", "bfloat16"} else 0.001
     share = _ROWS[0] / _ROWS[1]
     mean, adds_up = tried.equals(share, 1 - share, rtol), tried.equals(1, 1, rtol)
     return [None if m == s else bool(s) for m, s in zip(mean, adds_up)]

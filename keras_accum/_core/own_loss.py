@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from .._backend.private.layers import read
 from .._backend.private.losses import (
     compute_loss,
     has_own_compute_loss,
@@ -156,8 +157,10 @@ def _spec(leaf: Any) -> Any:
 @contextlib.contextmanager
 def nothing_moves(model: keras.Model) -> Iterator[keras.StatelessScope]:
     """What is assigned inside, or added as a loss, goes nowhere but into the scope."""
-    # A stateless scope does not look outside for what a regulariser reads.
-    weights = [(v, v) for v in model.trainable_variables if v.regularizer is not None]
+    # A stateless scope does not look outside for what a regulariser reads. A scope
+    # around this one may hold tensors of another graph.
+    regularized = [v for v in model.trainable_variables if v.regularizer is not None]
+    weights = [(v, read(v)) for v in regularized]
     with keras.StatelessScope(weights, collect_losses=True) as scope:
         yield scope
 

@@ -6,11 +6,13 @@ does not depend on the data can be told from one that does.
 
 import dataclasses
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from .._backend import replica
 from .._backend.private.layers import call
 from .._backend.private.losses import (
     call_losses,
@@ -19,6 +21,7 @@ from .._backend.private.losses import (
     listen_to_reductions,
 )
 from .._backend.private.models import compiled_parts, scalar_metrics
+from .._backend.warn import warn
 from .._core.added_losses import learn_kinds
 from .._core.loop import rows_of, take
 from .._core.loss import (
@@ -175,6 +178,22 @@ def check_terms(model: keras.Model, terms: Terms) -> None:
         check_sums(terms, model)
     else:
         optimizer_weight(terms, None, model)
+
+
+def warn_of_scalar_metrics(
+    model: keras.Model, names: Sequence[str], two_pass: bool
+) -> None:
+    """Say whose value will not be that of the large batch, and what would be."""
+    way_out = "Return one value per sample"
+    if replica.count() == 1:
+        way_out += "; or pass `two_pass=True`, with which metrics see the whole batch"
+    part = "replica" if two_pass else "micro-batch"
+    warn(
+        f"The metric {', '.join(map(repr, names))} returns one number for a batch. It is "
+        f"computed for each {part}, and the mean of those is shown, not the value of "
+        f"the batch. {way_out}.",
+        about=model,
+    )
 
 
 def window_weight(

@@ -63,6 +63,7 @@ from .terms import (
     check_terms,
     find,
     loss_weight_function,
+    warn_of_scalar_metrics,
     window_weight,
 )
 from .two_pass import accumulate_coupled
@@ -132,7 +133,7 @@ def accumulate_model(
     terms, scalar_metrics = find(model, batch)
     check_terms(model, terms)
     if scalar_metrics and not _is_one(split, batch):
-        _warn_of_scalar_metrics(model, scalar_metrics)
+        warn_of_scalar_metrics(model, scalar_metrics, two_pass=False)
     rows, totals = _denominators(model, batch, split, terms, jit_compile)
     hook = loss_weight_function(model)
     found = value_and_gradients(
@@ -171,16 +172,6 @@ def _is_one(split: Split, batch: Any) -> bool:
     size = split.micro_batch_size
     return split.accum_steps == 1 or (
         size is not None and isinstance(rows, int) and rows <= size
-    )
-
-
-def _warn_of_scalar_metrics(model: keras.Model, names: tuple[str, ...]) -> None:
-    warn(
-        f"The metric {', '.join(map(repr, names))} returns one number for a batch. It is "
-        "computed for each micro-batch, and the mean of those is shown, not the value of "
-        "the batch. Return one value per sample; or pass `two_pass=True`, with which "
-        "metrics see the whole batch.",
-        about=model,
     )
 
 

@@ -33,6 +33,7 @@ from .._backend.private.losses import (
     listen_to_reductions,
     regularization,
 )
+from .._backend.private.models import scalar_metrics
 from .._batch_norm import forget_calls, pool_calls
 from .._core.accumulate import BatchGradients, value_and_gradients
 from .._core.added_losses import learn_kinds
@@ -40,7 +41,14 @@ from .._core.gradients import scalar_dtype
 from .._core.loop import Split, for_each_micro_batch, rows_of, take
 from .._core.loss import LossTerm, describe, loss_of_none
 from .._core.moving_state import warn_of_moved
-from .terms import accumulates, adds_up, check_terms, find, loss_weight_function
+from .terms import (
+    accumulates,
+    adds_up,
+    check_terms,
+    find,
+    loss_weight_function,
+    warn_of_scalar_metrics,
+)
 
 
 def accumulate_coupled(
@@ -87,7 +95,7 @@ def accumulate_coupled(
     forget_call_losses(model)
     values = [v.value for v in variables]
     cotangents, factors, direct = tape.gradient(target, (outputs, added, values))
-    model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+    _compute_metrics(model, x, y, y_pred, sample_weight)
     cotangents = take(cotangents, replica.first_row(own_rows), own_rows)
 
     def loss_of(micro_batch: Any, micro_rows: tf.Tensor) -> Any:
@@ -117,6 +125,16 @@ def accumulate_coupled(
     loss = tf.cast(loss, dtype)
     weight = _weight(model, batch, compiled, seen, all_rows) / replicas
     return BatchGradients(loss, gradients, weight, parts, all_rows, 1.0)
+
+
+def _compute_metrics(
+    model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any
+) -> None:
+    """Update the metrics, each replica by its own samples: Keras adds replicas up."""
+    with scalar_metrics(model, tf.nest.flatten(y_pred)[0].shape[0]) as names:
+        model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+    if names and replica.count() > 1:
+        warn_of_scalar_metrics(model, names, two_pass=True)
 
 
 def _weight(

@@ -19,6 +19,7 @@ import pathlib
 import tempfile
 import time
 import unittest.mock
+import warnings
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -384,7 +385,8 @@ def sums_that_a_layer_adds_are_over_all_samples(strategy, mode):
         def make(axis=axis):
             keras.utils.set_random_seed(1)
             inputs = keras.Input((5,))
-            hidden = Total(axis)(keras.layers.Dense(4)(inputs))
+            dense = keras.layers.Dense(4, kernel_regularizer="l2")
+            hidden = Total(axis)(dense(inputs))
             return keras.Model(inputs, keras.layers.Dense(3)(hidden))
 
         oracle = train(make, data(16), sgd, mode=mode, loss="mse")
@@ -402,6 +404,30 @@ def sums_that_a_layer_adds_are_over_all_samples(strategy, mode):
             assert_same(found, expected, logs=False)
         naive = train(make, data(16), sgd, strategy, mode, loss="mse")
         assert_differ(naive[0].get_weights(), oracle[0].get_weights(), what="plain Keras")
+
+
+@scenario("losses", "graph")
+def a_metric_of_a_whole_batch_is_named(strategy, mode):
+    """Each replica computes it from its own samples, with `two_pass` too."""
+
+    def largest_error(y, y_pred):
+        return keras.ops.max(keras.ops.abs(y - y_pred))
+
+    def said(two_pass, metric):
+        how = {"split": {"accum_steps": 2}, "two_pass": two_pass, "metrics": [metric]}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(dense_model, data(8), sgd, strategy, mode, loss="mse", **how)
+        return [text for w in caught if "metric" in (text := str(w.message))]
+
+    for two_pass, part in ((False, "micro-batch"), (True, "replica")):
+        expected = (
+            "The metric 'largest_error' returns one number for a batch. It is computed "
+            f"for each {part}, and the mean of those is shown, not the value of the "
+            "batch. Return one value per sample."
+        )
+        assert said(two_pass, largest_error) == [expected]
+        assert not said(two_pass, "mae")
 
 
 @scenario("weights", "graph")
