@@ -27,6 +27,7 @@ from .._backend import replica
 from .._backend.private.layers import call
 from .._backend.private.losses import (
     compute_loss,
+    has_own_compute_loss,
     listen_to_reductions,
     multiply_summed_losses,
     regularization,
@@ -244,6 +245,8 @@ def _loss_function(
 ) -> LossFunction:
     """From a micro-batch and its samples to its loss, its weight, and its loss terms."""
     hook = loss_weight_function(model)
+    # What layers add is in the loss as it is, whatever the compiled losses are.
+    keras_adds_up = terms.complete or not has_own_compute_loss(model)
 
     def loss_of(micro_batch: Any, micro_rows: tf.Tensor) -> Any:
         x, y, sample_weight = micro_batch
@@ -262,7 +265,7 @@ def _loss_function(
             return loss
 
         y_pred = call(model, x)
-        if terms.vectors and terms.complete and hook is None:
+        if terms.vectors and keras_adds_up and hook is None:
             multiply_summed_losses(model, inverse)
         with listen_to_reductions(adjust):
             loss = compute_loss(model, x, y, y_pred, sample_weight)

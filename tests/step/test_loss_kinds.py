@@ -164,6 +164,19 @@ def test_the_kind_is_known_in_half_precision_too(policy, recwarn):
     assert told(recwarn) == []
 
 
+def test_what_layers_add_is_summed_beside_a_loss_that_does_not_fall_apart():
+    def rows(y, y_pred):
+        rows = keras.ops.cast(keras.ops.shape(y_pred)[0], "float32")
+        return rows**2 + 0.0 * keras.ops.sum(y_pred, -1)
+
+    make, how = lambda: stack(PerSample()), {"loss": rows, "run_eagerly": True}
+    with pytest.warns(UserWarning, match="depend on the batch as a whole"):
+        found, _ = train(make, 13, split=SPLITS["step"], **how)
+    expected, _ = train(make, 13, **how)
+    assert_close(found, expected, 2e-6)
+    assert_differ(expected, make().get_weights())
+
+
 def test_a_layer_that_is_called_twice_adds_each_value_by_its_kind():
     class Both(layers.Layer):
         def call(self, inputs):
