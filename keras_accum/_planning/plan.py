@@ -2,13 +2,17 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import keras
 
+from .._backend.identity import unique
 from .._backend.private.layers import flatten_layers
-from .._recompute.api import Recomputation
+from .._recompute.api import Recomputation, recompute_parts
 from .._recompute.api import recompute as ka_recompute
+from .._recompute.parts import as_parts
+from .._recompute.select import layers_inside
 from .._step.model import accumulate
 from .budget import format_bytes, format_step
 from .measure import BaselineMemory
@@ -26,8 +30,10 @@ class Plan:
         micro_batch_size: int, the samples of a micro-batch on one replica.
         accum_steps: int, the micro-batches of one step on one replica.
         recompute: what is recomputed in the backward pass: False for nothing, a pattern
-            of layer names, the paths of layers, "segments=sqrt", or "segments=sqrt,
-            share=0.5" for only as many segments as save that share.
+            of layer names, "segments=sqrt", "segments=sqrt, share=0.5" for only as many
+            segments as save that share, or the paths of layers. A path with ", keep=NAMES"
+            behind it is of a layer that is recomputed but for the results of layers
+            inside, as with `keep` of `recompute`.
         batch_size: int, the effective batch: samples of one update, over all replicas
             and the whole window of an `AccumOptimizer`.
         replicas: int, the devices that train together.
@@ -199,6 +205,13 @@ _HEADER = ("micro-batch", "recompute", "predicted", "measured", "s/step", "verdi
 
 
 SEGMENTS = "segments=sqrt"
+_KEEP = ", keep="
+
+
+def with_kept(path: str, names: Iterable[str]) -> str:
+    """What a plan calls the layer at `path`, recomputed but for results inside."""
+    kept = ",".join(dict.fromkeys(names))
+    return f"{path}{_KEEP}{kept}" if kept else path
 
 
 def switch_on(model: keras.Model, recompute: Any) -> Recomputation:
@@ -206,9 +219,24 @@ def switch_on(model: keras.Model, recompute: Any) -> Recomputation:
     if isinstance(recompute, str) and recompute.startswith(SEGMENTS):
         return ka_recompute(model, segments="sqrt", share=_share(recompute))
     if isinstance(recompute, tuple):
-        layers = flatten_layers(model)
-        return ka_recompute(model, [x for x in layers if x.path in recompute])
+        return _switch_on_blocks(model, recompute)
     return ka_recompute(model, recompute)
+
+
+def _switch_on_blocks(model: keras.Model, recompute: tuple[str, ...]) -> Recomputation:
+    wanted: dict[str, str] = {}
+    for entry in recompute:
+        path, _, names = entry.partition(_KEEP)
+        wanted[path] = names
+    blocks = [layer for layer in flatten_layers(model) if layer.path in wanted]
+    kept = [
+        inside
+        for block in blocks
+        if wanted[block.path]
+        for inside in layers_inside([block], wanted[block.path].split(","))
+    ]
+    parts = [[part] for part in as_parts(blocks)]
+    return recompute_parts(model, parts, unique(kept))
 
 
 def describe_trial(trial: Trial, least: int) -> str:
@@ -233,7 +261,9 @@ def _share(recompute: str) -> float | None:
 def describe(recompute: Any) -> str:
     """What is recomputed, in words."""
     if isinstance(recompute, tuple):
-        return f"{len(recompute)} layers recomputed"
+        kept = sum(_KEEP in entry for entry in recompute)
+        but = f", {kept} of them but for products" if kept else ""
+        return f"{len(recompute)} layers recomputed{but}"
     if recompute == SEGMENTS:
         return "segments recomputed"
     if isinstance(recompute, str) and (share := _share(recompute)):

@@ -108,3 +108,25 @@ def layers_inside(roots: Sequence[Layer], patterns: str | Sequence[str]) -> list
             f"layers there: {names}."
         )
     return kept
+
+
+_PRODUCTS = (
+    keras.layers.Dense,
+    keras.layers.EinsumDense,
+    keras.layers.Conv1D,
+    keras.layers.Conv2D,
+    keras.layers.Conv3D,
+)
+
+
+def products_inside(layer: Layer) -> list[Layer]:
+    """The layers inside of `layer` that are a product with a weight, and little else.
+
+    Their result is enough for the backward pass. With an activation of their own, it
+    needs the product before it, too.
+    """
+    return [
+        inside
+        for inside in _inside(layer)
+        if isinstance(inside, _PRODUCTS) and inside.activation is keras.activations.linear
+    ]

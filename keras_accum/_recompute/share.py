@@ -56,25 +56,37 @@ def choose_share(
 
 
 def cheapest(saved: Sequence[float], times: Sequence[float], target: float) -> list[int]:
-    """The items that save `target` in the least time; all that save if it is too much.
-
-    Of equal ones the first are taken: they are recomputed last, when least is in memory.
-
-    Args:
-        saved: what each item saves, at least 0.
-        times: what each item costs, at least 0.
-        target: the least sum of what is saved.
+    """The items that save `target` in the least time: `cheapest_ways` of one way each.
 
     Returns:
         Indices, in rising order.
     """
+    return list(cheapest_ways([[way] for way in zip(saved, times)], target))
+
+
+def cheapest_ways(
+    items: Sequence[Sequence[tuple[float, float]]], target: float
+) -> dict[int, int]:
+    """The ways that save `target` in the least time; all that save if it is too much.
+
+    A knapsack in which each item goes in one of several ways, or not at all. Of equal
+    items the first are taken: they are recomputed last, when least is in memory.
+
+    Args:
+        items: for each its ways, each with what it saves and what it costs, at least 0.
+        target: the least sum of what is saved.
+
+    Returns:
+        From the indices of the items that are taken, in rising order, to their way.
+    """
     # A state is a choice among the items so far; dominated ones are dropped.
     got, cost = np.zeros(1), np.zeros(1)
     history: list[tuple[np.ndarray, np.ndarray]] = []
-    for item_saved, item_time in zip(saved, times):
+    for ways in items:
         count = len(got)
-        got = np.concatenate([got, np.minimum(got + item_saved, target)])
-        cost = np.concatenate([cost, cost + item_time])
+        savings = [np.minimum(got + saved, target) for saved, _ in ways]
+        costs = [cost + time for _, time in ways]
+        got, cost = np.concatenate([got, *savings]), np.concatenate([cost, *costs])
         # Stable: without the item comes first among equals.
         order = np.lexsort((-got, cost))
         best = np.maximum.accumulate(np.concatenate([[-1.0], got[order][:-1]]))
@@ -82,14 +94,14 @@ def cheapest(saved: Sequence[float], times: Sequence[float], target: float) -> l
         if len(left) > MOST_STATES:
             thinned = np.linspace(0, len(left) - 1, MOST_STATES).astype(int)
             left = left[np.unique(thinned)]
-        history.append((left % count, left >= count))
+        history.append((left % count, left // count))
         got, cost = got[left], cost[left]
     # The last state saves most; those before it save less, in less time.
     state = int(np.argmax(got >= got[-1] * (1 - 1e-9)))
-    chosen = []
+    chosen: dict[int, int] = {}
     for i in reversed(range(len(history))):
-        parents, taken = history[i]
-        if taken[state]:
-            chosen.append(i)
+        parents, way = history[i]
+        if way[state]:
+            chosen[i] = int(way[state]) - 1
         state = int(parents[state])
-    return chosen[::-1]
+    return dict(reversed(chosen.items()))

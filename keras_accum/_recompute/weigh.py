@@ -88,14 +88,25 @@ class Trace:
         return max(float(self.sizes[saved].sum() - self.sizes[added].sum()), 0.0)
 
     def time(self, parts: Sequence[Part], keep: Sequence[Part] = ()) -> float:
-        """The time to compute `parts` but `keep`, in multiplications."""
-        counts = np.zeros(len(self.times), bool)
+        """The time to compute again what recomputing `parts` saves, in multiplications.
+
+        Not all that they compute: nothing needs a product that is only added to something.
+
+        Args:
+            parts: calls that follow each other.
+            keep: parts inside whose results stay.
+        """
+        wanted, held = self._changes(parts, keep)[0], self._results(keep)
+        total = 0.0
         for first, end in self._intervals(parts):
-            counts[first:end] = True
-        for part in keep:
-            for first, end in self.spans[part]:
-                counts[first:end] = False
-        return float(self.times[counts].sum())
+            for operation in reversed(range(first, end)):
+                made = slice(*np.searchsorted(self.made, [operation, operation + 1]))
+                if wanted[made].any():
+                    total += float(self.times[operation])
+                    uses = np.searchsorted(self.uses[1], [operation, operation + 1])
+                    taken = self.uses[0][slice(*uses)]
+                    wanted[taken[(self.made[taken] >= first) & ~held[taken]]] = True
+        return total
 
     def peak(self, recomputed: Sequence[Sequence[Part]]) -> float:
         """The most bytes that the backward pass has in memory.
@@ -153,10 +164,18 @@ class Trace:
             saved |= inside & self.kept
             taken = self.uses[0][(self.uses[1] >= first) & (self.uses[1] < end)]
             added[taken[(self.made[taken] < first) & ~self.kept[taken]]] = True
-        for part in keep:
+        # Results that are kept stay, whether or not the backward pass takes them.
+        results = self._results(keep)
+        added |= results & ~self.kept
+        return saved & ~results, added
+
+    def _results(self, parts: Sequence[Part]) -> np.ndarray:
+        """The tensors that each of `parts` makes for what comes behind it."""
+        found = np.zeros(len(self.made), bool)
+        for part in parts:
             for first, end in self.spans[part]:
-                saved &= ~((self.made >= first) & (self.made < end) & (self.used >= end))
-        return saved, added
+                found |= (self.made >= first) & (self.made < end) & (self.used >= end)
+        return found
 
 
 def trace_step(model: keras.layers.Layer, parts: Sequence[Part]) -> Trace:

@@ -1,12 +1,14 @@
 """`frontier`: which points are measured, what is marked, and the plans that come of it."""
 
 import builtins
+import contextlib
 import json
 
 import keras
 import numpy as np
 import pytest
-from helpers import assert_differ, assert_equal, assert_refused, dense_model
+import tensorflow as tf
+from helpers import assert_close, assert_differ, assert_equal, assert_refused, dense_model
 from planned import batch, compiled
 from test_planner import Subclassed
 
@@ -14,6 +16,7 @@ import keras_accum as ka
 from keras_accum._planning.families import families_of
 from keras_accum._planning.frontier import Frontier, Point, points
 from keras_accum._planning.measure import BaselineMemory, StepProfiler
+from keras_accum._planning.plan import describe, switch_on
 from keras_accum._planning.planner import Task
 from keras_accum._planning.search import Trial
 
@@ -210,9 +213,89 @@ def test_a_part_of_the_segments_is_the_same_after_apply():
     option, saved = family.subset(0.4)
     assert option == "segments=sqrt, share=0.4" and 0.4 <= saved < 1
     assert family.subset(1.0) == ("segments=sqrt", 1.0)
-    names = [f"{parts[0].name}..{parts[-1].name}" for parts in family.members(option)]
+    with family.recompute(model, option) as handle:
+        names = handle.layers
     with ka.recompute(model, segments="sqrt", share=0.4) as handle:
-        assert list(handle.layers) == names
+        assert handle.layers == names
+    assert family.recompute(model, "segments=sqrt, share=0.3") is None
+
+
+class Attention(keras.layers.Layer):
+    """A transformer's block: products, and what is cheap and holds much."""
+
+    def build(self, shape):
+        self.norm = keras.layers.LayerNormalization()
+        self.attention = keras.layers.MultiHeadAttention(2, 8)
+        self.wide = keras.layers.Dense(32, "gelu")
+        self.dropout = keras.layers.Dropout(0.2)
+        self.narrow = keras.layers.Dense(16)
+        self.attention.build(shape, shape)
+        for layer in (self.norm, self.wide):
+            layer.build(shape)
+        self.narrow.build((*shape[:-1], 32))
+
+    def call(self, x):
+        normal = self.norm(x)
+        x = x + self.dropout(self.attention(normal, normal))
+        return x + self.dropout(self.narrow(self.wide(self.norm(x))))
+
+
+def transformer():
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((12, 16))
+    hidden = inputs
+    for i in range(3):
+        hidden = Attention(name=f"attention_{i}")(hidden)
+    return keras.Model(inputs, keras.layers.Dense(2)(hidden))
+
+
+PRODUCTS = ("query", "key", "value", "attention_output")
+
+
+def test_products_of_a_block_are_kept_where_little_has_to_go():
+    """Korthikanti et al., 2022: what is cheap to compute again holds most.
+
+    Not those of `wide`, whose activation needs them, nor of `narrow`, which nothing needs.
+    """
+    model = transformer()
+    (family,) = families_of(model)
+    kept = f"attention_0, keep={','.join(PRODUCTS)}"
+    assert family.subset(0.2)[0] == (kept,)
+    chosen, saved = family.subset(0.9)
+    assert chosen == (kept, "attention_1", "attention_2") and 0.9 <= saved < 1
+    assert family.everything == ("attention_0", "attention_1", "attention_2")
+    assert family.subset(1.0) == (family.everything, 1.0)
+    assert describe(chosen) == "3 layers recomputed, 1 of them but for products"
+    for option in ((kept,), chosen):
+        with family.recompute(model, option) as handle:
+            said = handle.layers, handle.kept
+        # As `Plan.apply` switches it on, which has no trace.
+        with switch_on(model, option) as handle:
+            assert (handle.layers, handle.kept) == said
+        assert said[0] == family.everything[: len(option)] and said[1] == PRODUCTS
+
+
+@pytest.mark.parametrize("share", [0.2, 0.9])
+def test_gradients_with_products_kept_are_those_of_the_plain_model(share):
+    x = np.random.default_rng(0).normal(size=(4, 12, 16)).astype("float32")
+
+    def gradients(share):
+        model = transformer()
+        (family,) = families_of(model)
+        option = family.subset(share)[0] if share else False
+        with switch_on(model, option) if option else contextlib.nullcontext():
+            keras.utils.set_random_seed(2)  # Of the dropout.
+
+            @tf.function
+            def step(x):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(model(x, training=True) ** 2)
+                values = [v.value for v in model.trainable_variables]
+                return tape.gradient(loss, values)
+
+            return np.concatenate([np.ravel(g) for g in step(x)])
+
+    assert_close(gradients(share), gradients(0), 1e-6)
 
 
 def test_it_is_measured_in_earnest_and_leaves_the_model_alone():

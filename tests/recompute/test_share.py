@@ -6,10 +6,10 @@ import keras
 import numpy as np
 import pytest
 from blocks import gradients
-from helpers import assert_equal, assert_refused
+from helpers import assert_close, assert_equal, assert_refused
 
 import keras_accum as ka
-from keras_accum._recompute.share import cheapest
+from keras_accum._recompute.share import cheapest, cheapest_ways
 
 layers = keras.layers
 PATTERN = "block_*"
@@ -30,6 +30,27 @@ def test_the_choice_is_the_best_of_all(seed):
         enough = [s for s in map(list, subsets) if saved[s].sum() >= target - 1e-6]
         assert saved[chosen].sum() >= target - 1e-6
         assert times[chosen].sum() == min(times[s].sum() for s in enough)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_choice_among_ways_is_the_best_of_all(seed):
+    rng = np.random.default_rng(seed)
+    items = [[*map(tuple, rng.uniform(0.1, 1, (1 + i % 3, 2)))] for i in range(6)]
+    target = sum(max(saved for saved, _ in ways) for ways in items) / 2
+    every = itertools.product(*[[None, *range(len(ways))] for ways in items])
+
+    def totals(ways):
+        return np.sum([items[i][w] for i, w in ways.items()], axis=0, initial=0.0)
+
+    all_choices = [
+        {i: way for i, way in enumerate(choice) if way is not None} for choice in every
+    ]
+    enough = [ways for ways in all_choices if len(ways) and totals(ways)[0] >= target]
+    chosen = cheapest_ways(items, target)
+    assert list(chosen) == sorted(chosen) and totals(chosen)[0] >= target
+    assert_close(totals(chosen)[1], min(totals(ways)[1] for ways in enough), 1e-12)
+    first = cheapest_ways([ways[:1] for ways in items], target)
+    assert totals(first)[1] > totals(chosen)[1]  # The control.
 
 
 def test_equal_ones_are_taken_from_the_front():
