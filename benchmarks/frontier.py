@@ -20,7 +20,7 @@ os.environ.setdefault("TF_CPU_ALLOCATOR_USE_BFC", "1")
 import keras
 import numpy as np
 
-from keras_accum._planning.families import Switch, families_of
+from keras_accum._planning.families import Switch, choices_of
 from keras_accum._planning.filled import FilledSearch
 from keras_accum._planning.measure import StepProfiler
 from keras_accum._planning.search import Fixed, Patience, Search
@@ -170,17 +170,17 @@ MODELS = {
 
 
 def profiler_of(name: str, mode: str):
-    """What measures steps of the model, and its families."""
+    """What measures steps of the model, and what can be recomputed."""
     keras.utils.set_random_seed(0)
     model, x = MODELS[name]()
     compiled = mode == "xla"
     model.compile(keras.optimizers.SGD(0.01), "mse", metrics=[], jit_compile=compiled)
     y = np.zeros(np.shape(model(x)), "float32")
-    families = families_of(model)
-    if not families:
+    choices = choices_of(model)
+    if choices is None:
         raise SystemExit(f"{name}: nothing can be recomputed.")
     batch = keras.tree.map_structure(keras.ops.convert_to_tensor, (x, y))
-    return StepProfiler(model, (*batch, None), Switch(families)), families, len(y)
+    return StepProfiler(model, (*batch, None), Switch(choices)), choices, len(y)
 
 
 def timed(profiler, size: int, options, rounds: int) -> dict:
@@ -204,10 +204,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     name = args.model
-    profiler, families, rows = profiler_of(name, args.mode)
-    family = families[0]
+    profiler, choices, rows = profiler_of(name, args.mode)
     plain = profiler.measure(rows, False, True)
-    everything = profiler.measure(rows, family.everything, True)
+    everything = profiler.measure(rows, choices.everything, True)
     activations = plain.peak_bytes - profiler.held.total
     print(f"{name}, {args.mode}: activations {activations / 2**20:.1f} MiB")
     chosen = {}
@@ -217,12 +216,12 @@ def main() -> None:
         first.trials[0] = plain
         fixed = Fixed(profiler.held.total, profiler.gradient_sum_bytes, profiler.floor)
         search = FilledSearch(
-            profiler.measure, [rows], budget, family, Patience(), fixed, None, first
+            profiler.measure, [rows], budget, choices, Patience(), fixed, None, first
         )
         chosen[share] = search.run_largest()
-    options = {False, family.everything, *(t.recompute for t in chosen.values() if t)}
+    options = {False, choices.everything, *(t.recompute for t in chosen.values() if t)}
     seconds = timed(profiler, rows, list(options), args.rounds)
-    overhead = seconds[family.everything] / seconds[False] - 1
+    overhead = seconds[choices.everything] / seconds[False] - 1
     left = (everything.peak_bytes - profiler.held.total) / activations
     print(f"everything recomputed: memory {left:.2f}, time {1 + overhead:.3f}")
     for share, trial in chosen.items():

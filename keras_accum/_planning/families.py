@@ -18,7 +18,7 @@ from .plan import SEGMENTS, switch_on, with_kept
 
 # Shares are rounded down to so many parts of one, so that they can be printed.
 PARTS = 10_000
-# Segments stand in for blocks if a trace says that they leave so much less.
+# Segments save most if a trace says that they leave so much less than blocks.
 MUCH_LESS = 0.9
 
 
@@ -31,6 +31,7 @@ class Family:
 
     Attributes:
         everything: what a plan calls recomputing all of them, as a whole.
+        saved: float, the bytes that this saves, by the trace.
 
     Args:
         trace: a trace of a training step.
@@ -58,27 +59,29 @@ class Family:
             ]
             for parts, inside in zip(members, self._kept)
         ]
+        self.saved = sum(ways[0][0] for ways in self._ways)
         self._name = name
         self._chosen: dict[Any, dict[int, list[Part]]] = {
             everything: {i: [] for i in range(len(members))}
         }
 
-    def subset(self, share: float) -> tuple[Any, float]:
-        """The cheapest of them that save `share` of what all save.
+    def cheapest(self, target: float) -> tuple[Any, float, float]:
+        """The cheapest of them that save `target` bytes.
 
         Returns:
-            What a plan calls them, and the share that they save.
+            What a plan calls them, the bytes that they save, and the time that they take.
         """
+        share = target / self.saved if self.saved else 1.0
         share = min(max(int(share * PARTS), 1) / PARTS, 1.0)
-        total = sum(ways[0][0] for ways in self._ways)
-        chosen = cheapest_ways(self._ways, share * total)
-        saved = sum(self._ways[i][way][0] for i, way in chosen.items())
-        if not total or saved >= total:
-            return self.everything, 1.0
+        chosen = cheapest_ways(self._ways, share * self.saved)
+        ways = [self._ways[i][way] for i, way in chosen.items()]
+        saved, time = sum(way[0] for way in ways), sum(way[1] for way in ways)
+        if saved >= self.saved:
+            return self.everything, self.saved, time
         kept = {i: self._kept[i] if way else [] for i, way in chosen.items()}
         option = self._name(share, kept)
         self._chosen[option] = kept
-        return option, saved / total
+        return option, saved, time
 
     def recompute(self, model: keras.Model, option: Any) -> Recomputation | None:
         """Recompute what a plan calls `option`; None if it is not of this family."""
@@ -87,6 +90,40 @@ class Family:
             return None
         kept = unique(part.operation for parts in chosen.values() for part in parts)
         return recompute_parts(model, [self._members[i] for i in chosen], kept)
+
+
+class Choices:
+    """Blocks, or segments: whichever saves enough in less time.
+
+    Attributes:
+        everything: what a plan calls recomputing all of the first family.
+
+    Args:
+        families: that with which a step needs least comes first.
+    """
+
+    def __init__(self, families: Sequence[Family]) -> None:
+        self._families = families
+        self.everything = families[0].everything
+
+    def subset(self, share: float) -> tuple[Any, float]:
+        """The cheapest that saves `share` of what all of the first family save.
+
+        Returns:
+            What a plan calls it, and the share that it saves.
+        """
+        most = self._families[0].saved
+        if not most:
+            return self.everything, 1.0
+        enough = [f for f in self._families if f.saved >= share * most]
+        found = [family.cheapest(share * most) for family in enough]
+        option, saved, _ = min(found, key=lambda choice: choice[2])
+        return option, min(saved / most, 1.0)
+
+    def recompute(self, model: keras.Model, option: Any) -> Recomputation | None:
+        """Recompute what a plan calls `option`; None if it is not among them."""
+        handles = (family.recompute(model, option) for family in self._families)
+        return next((handle for handle in handles if handle is not None), None)
 
 
 def _worth_keeping(trace: Trace, parts: Sequence[Part]) -> list[Part]:
@@ -105,11 +142,10 @@ def _worth_keeping(trace: Trace, parts: Sequence[Part]) -> list[Part]:
     ]
 
 
-def families_of(model: keras.Model) -> list[Family]:
-    """What can be recomputed in part, by a trace.
+def choices_of(model: keras.Model) -> Choices | None:
+    """What can be recomputed in part, by a trace: blocks that repeat, or segments.
 
-    The blocks that repeat, or segments if these save much more. Nothing for a model that
-    cannot be traced or cut, or is recomputed already.
+    None for a model that cannot be traced or cut, or is recomputed already.
     """
     parts = [
         Part(block, None, None, as_parts(products_inside(block)))
@@ -125,22 +161,25 @@ def families_of(model: keras.Model) -> list[Family]:
         trace, segments = division.trace, division.segments
     except ValueError:
         if not parts:
-            return []
+            return None
         try:
             trace = trace_step(model, parts)
         except ValueError:
-            return []
-    called = [[part] for part in parts if trace.is_called([part])]
+            return None
+    blocks = [[part] for part in parts if trace.is_called([part])]
     # In the order in which they run: of equal ones the first are recomputed.
-    called.sort(key=trace.first_operation)
-    left, plain = trace.peak(called), trace.peak([])
-    if segments and trace.peak(segments) < MUCH_LESS * left:
-        return [
-            Family(trace, segments, SEGMENTS, lambda s, _: f"{SEGMENTS}, share={s:g}")
-        ]
-    if left == plain:
-        return []
-    paths = [part.operation.path for (part,) in called]
+    blocks.sort(key=trace.first_operation)
+    plain, left = trace.peak([]), trace.peak(blocks)
+    families = [_blocks(trace, blocks)] if left < plain else []
+    if segments:
+        # Where it is much less that they leave, segments are what saves most.
+        first = trace.peak(segments) < MUCH_LESS * left
+        families.insert(0 if first else len(families), _segments(trace, segments))
+    return Choices(families) if families else None
+
+
+def _blocks(trace: Trace, blocks: Sequence[Sequence[Part]]) -> Family:
+    paths = [part.operation.path for (part,) in blocks]
 
     def name(_: float, chosen: dict[int, list[Part]]) -> tuple[str, ...]:
         return tuple(
@@ -148,7 +187,12 @@ def families_of(model: keras.Model) -> list[Family]:
             for i, kept in chosen.items()
         )
 
-    return [Family(trace, called, tuple(paths), name)]
+    return Family(trace, blocks, tuple(paths), name)
+
+
+def _segments(trace: Trace, segments: Sequence[Sequence[Part]]) -> Family:
+    name = lambda share, _: f"{SEGMENTS}, share={share:g}"  # noqa: E731
+    return Family(trace, segments, SEGMENTS, name)
 
 
 def repeated_blocks(model: keras.Model) -> list[keras.layers.Layer]:
@@ -164,12 +208,10 @@ def repeated_blocks(model: keras.Model) -> list[keras.layers.Layer]:
 class Switch:
     """Switches on what a plan recomputes, without a trace for each time."""
 
-    def __init__(self, families: Sequence[Family]) -> None:
-        self._families = families
+    def __init__(self, choices: Choices | None) -> None:
+        self._choices = choices
 
     def __call__(self, model: keras.Model, option: Any) -> Callable[[], None]:
         """Switch `option` on; returns what switches it off."""
-        for family in self._families:
-            if (handle := family.recompute(model, option)) is not None:
-                return handle.undo
-        return switch_on(model, option).undo
+        known = self._choices and self._choices.recompute(model, option)
+        return (known or switch_on(model, option)).undo

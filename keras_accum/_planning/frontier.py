@@ -10,7 +10,7 @@ import numpy as np
 
 from .._backend.private import canaries
 from .budget import format_bytes, parse_budget
-from .families import Family, Switch, families_of
+from .families import Choices, Switch, choices_of
 from .measure import BaselineMemory, StepProfiler
 from .plan import Plan, aligned, describe
 from .planner import Task, check_model, check_recompute, shown
@@ -210,11 +210,11 @@ def frontier(
     _check_max_points(max_points)
     task = Task.prepare(model, batch, batch_size)
     with model.distribute_strategy.scope(), preserving_state(model):
-        families = families_of(model) if recompute == "auto" else []
-        profiler = StepProfiler(model, task.samples, Switch(families))
+        choices = choices_of(model) if recompute == "auto" else None
+        profiler = StepProfiler(model, task.samples, Switch(choices))
         measure = shown(profiler) if verbose else profiler.measure
         fixed = [False] if recompute in (False, "auto") else [False, recompute]
-        wanted = itertools.islice(_grid(task.rows, fixed, families), max_points)
+        wanted = itertools.islice(_grid(task.rows, fixed, choices), max_points)
         trials = [measure(size, option, True) for size, option in wanted]
         held, floor, method = profiler.held, profiler.floor, profiler.method
     if verbose:
@@ -239,14 +239,16 @@ def _check_max_points(max_points: Any) -> None:
 
 
 def _grid(
-    rows: int, fixed: Sequence[Any], families: Sequence[Family]
+    rows: int, fixed: Sequence[Any], choices: Choices | None
 ) -> Iterator[tuple[int, Any]]:
     """What to measure, the most telling first."""
     sizes = candidates(rows)
     nearest = [min(sizes, key=lambda s: abs(s - rows / 2**i)) for i in range(SIZES)]
     nearest = list(dict.fromkeys(nearest))
-    first = [*fixed, *(family.everything for family in families)]
-    between = [family.subset(share)[0] for family in families for share in SHARES]
+    first, between = [*fixed], []
+    if choices is not None:
+        first.append(choices.everything)
+        between = [choices.subset(share)[0] for share in SHARES]
     # Sizes alone make more points where there is nothing to recompute.
     if first == [False]:
         nearest = [*nearest, *(s for s in reversed(sizes) if s not in nearest)]

@@ -20,7 +20,7 @@ from .._optimizer.window import trace_schedule
 from .._optimizer.wrapper import AccumOptimizer
 from .budget import parse_budget
 from .choose import choose
-from .families import Family, Switch, families_of
+from .families import Choices, Switch, choices_of
 from .measure import BaselineMemory, StepProfiler
 from .plan import Plan, describe_trial
 from .search import Fixed, Measure, Patience, Trial, candidates
@@ -106,14 +106,14 @@ def plan(
     task = Task.prepare(model, batch, batch_size)
     budget = parse_budget(memory_budget, sum(map(bytes_of, variables(model))))
     with model.distribute_strategy.scope(), preserving_state(model):
-        families = families_of(model) if recompute == "auto" else []
-        profiler = StepProfiler(model, task.samples, Switch(families))
+        choices = choices_of(model) if recompute == "auto" else None
+        profiler = StepProfiler(model, task.samples, Switch(choices))
         held, floor = profiler.held, profiler.floor
         best, trials = choose(
             shown(profiler) if verbose else profiler.measure,
             candidates(task.rows),
             budget,
-            _options(recompute, families),
+            _options(recompute, choices),
             Patience(),
             Fixed(held.total, profiler.gradient_sum_bytes, floor),
         )
@@ -290,9 +290,11 @@ def check_recompute(recompute: Any) -> None:
         )
 
 
-def _options(recompute: bool | str, families: list[Family]) -> list[Any]:
+def _options(recompute: bool | str, choices: Choices | None) -> list[Any]:
     """What to recompute in the trials, the cheapest in time first."""
-    return [False, *families] if recompute == "auto" else [recompute]
+    if recompute != "auto":
+        return [recompute]
+    return [False] if choices is None else [False, choices]
 
 
 def shown(profiler: StepProfiler) -> Measure:

@@ -13,7 +13,7 @@ from planned import batch, compiled
 from test_planner import Subclassed
 
 import keras_accum as ka
-from keras_accum._planning.families import families_of
+from keras_accum._planning.families import Choices, choices_of
 from keras_accum._planning.frontier import Frontier, Point, points
 from keras_accum._planning.measure import BaselineMemory, StepProfiler
 from keras_accum._planning.plan import describe, switch_on
@@ -194,10 +194,10 @@ def test_of_equal_blocks_those_that_run_first_are_recomputed():
         )(hidden)
     backbone = keras.Model(inputs, hidden)
     model = keras.Sequential([keras.Input((8,)), backbone, keras.layers.Dense(2)])
-    (family,) = families_of(model)
+    choices = choices_of(model)
     names = ("block_0", "block_1", "block_2", "block_3")
-    assert tuple(path.split("/")[-1] for path in family.everything) == names
-    chosen, _ = family.subset(0.5)
+    assert tuple(path.split("/")[-1] for path in choices.everything) == names
+    chosen, _ = choices.subset(0.5)
     assert tuple(path.split("/")[-1] for path in chosen) == names[:2]
 
 
@@ -208,16 +208,40 @@ def test_a_part_of_the_segments_is_the_same_after_apply():
         return keras.Sequential([keras.Input((8,)), *hidden])
 
     model = make()
-    (family,) = families_of(model)
-    assert family.everything == "segments=sqrt"
-    option, saved = family.subset(0.4)
+    choices = choices_of(model)
+    assert choices.everything == "segments=sqrt"
+    option, saved = choices.subset(0.4)
     assert option == "segments=sqrt, share=0.4" and 0.4 <= saved < 1
-    assert family.subset(1.0) == ("segments=sqrt", 1.0)
-    with family.recompute(model, option) as handle:
+    assert choices.subset(1.0) == ("segments=sqrt", 1.0)
+    with choices.recompute(model, option) as handle:
         names = handle.layers
     with ka.recompute(model, segments="sqrt", share=0.4) as handle:
         assert handle.layers == names
-    assert family.recompute(model, "segments=sqrt, share=0.3") is None
+    assert choices.recompute(model, "segments=sqrt, share=0.3") is None
+
+
+class Fake:
+    """A family that saves so much, for so much time each byte."""
+
+    def __init__(self, everything, saved, cost):
+        self.everything, self.saved, self.cost = everything, saved, cost
+
+    def cheapest(self, target):
+        return f"{self.everything}, {target:g}", target, self.cost * target
+
+    def recompute(self, model, option):
+        return option if option.startswith(self.everything) else None
+
+
+def test_blocks_and_segments_are_both_tried_by_a_trace():
+    slow, fast = Fake("segments", 100.0, cost=2.0), Fake("blocks", 60.0, cost=1.0)
+    both = Choices([slow, fast])
+    assert both.everything == "segments"
+    assert both.subset(0.3) == ("blocks, 30", 0.3)
+    assert both.subset(0.7) == ("segments, 70", 0.7)  # Blocks do not save so much.
+    assert Choices([slow]).subset(0.3) == ("segments, 30", 0.3)
+    assert both.recompute(None, "blocks, 30") == "blocks, 30"
+    assert both.recompute(None, "else") is None
 
 
 class Attention(keras.layers.Layer):
@@ -258,21 +282,21 @@ def test_products_of_a_block_are_kept_where_little_has_to_go():
     Not those of `wide`, whose activation needs them, nor of `narrow`, which nothing needs.
     """
     model = transformer()
-    (family,) = families_of(model)
+    choices = choices_of(model)
     kept = f"attention_0, keep={','.join(PRODUCTS)}"
-    assert family.subset(0.2)[0] == (kept,)
-    chosen, saved = family.subset(0.9)
+    assert choices.subset(0.2)[0] == (kept,)
+    chosen, saved = choices.subset(0.9)
     assert chosen == (kept, "attention_1", "attention_2") and 0.9 <= saved < 1
-    assert family.everything == ("attention_0", "attention_1", "attention_2")
-    assert family.subset(1.0) == (family.everything, 1.0)
+    assert choices.everything == ("attention_0", "attention_1", "attention_2")
+    assert choices.subset(1.0) == (choices.everything, 1.0)
     assert describe(chosen) == "3 layers recomputed, 1 of them but for products"
     for option in ((kept,), chosen):
-        with family.recompute(model, option) as handle:
+        with choices.recompute(model, option) as handle:
             said = handle.layers, handle.kept
         # As `Plan.apply` switches it on, which has no trace.
         with switch_on(model, option) as handle:
             assert (handle.layers, handle.kept) == said
-        assert said[0] == family.everything[: len(option)] and said[1] == PRODUCTS
+        assert said[0] == choices.everything[: len(option)] and said[1] == PRODUCTS
 
 
 @pytest.mark.parametrize("share", [0.2, 0.9])
@@ -281,8 +305,8 @@ def test_gradients_with_products_kept_are_those_of_the_plain_model(share):
 
     def gradients(share):
         model = transformer()
-        (family,) = families_of(model)
-        option = family.subset(share)[0] if share else False
+        choices = choices_of(model)
+        option = choices.subset(share)[0] if share else False
         with switch_on(model, option) if option else contextlib.nullcontext():
             keras.utils.set_random_seed(2)  # Of the dropout.
 

@@ -18,7 +18,7 @@ from planned import ROWS, Invented, batch, plan
 
 import keras_accum as ka
 from keras_accum._planning import planner as _planner
-from keras_accum._planning.families import families_of
+from keras_accum._planning.families import choices_of
 from keras_accum._planning.measure import StepProfiler
 from keras_accum._planning.plan import describe_trial
 from keras_accum._planning.search import Patience, Trial
@@ -401,11 +401,11 @@ class Subclassed(keras.Model):
 def test_the_blocks_of_a_model_without_a_graph_are_found():
     model = Subclassed()
     model(np.zeros((1, 8)))
-    (family,) = families_of(model)
-    assert family.everything == tuple(block.path for block in model.blocks)
+    choices = choices_of(model)
+    assert choices.everything == tuple(block.path for block in model.blocks)
     assert all("call" not in vars(block) for block in model.blocks)
-    assert _planner._options("auto", [family]) == [False, family]
-    assert _planner._options(False, [family]) == [False]
+    assert _planner._options("auto", choices) == [False, choices]
+    assert _planner._options(False, choices) == [False]
 
 
 def test_planning_goes_on_without_recomputation_that_fails(invented, monkeypatch):
