@@ -66,7 +66,7 @@ TOLERANCES = {
 ADAPTIVE = ("adam", "adamw", "rmsprop")
 # A warning that explains numbers other than the large batch's has one of these words;
 # one of a metric explains no weights.
-EXPLAINS = re.compile("two_pass|weight|denominator|reduction|accumulate")
+EXPLAINS = re.compile("two_pass|per sample|weight|denominator|reduction|accumulate")
 OF_METRIC = re.compile("^The metric")
 
 

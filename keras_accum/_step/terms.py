@@ -185,8 +185,9 @@ def warn_of_scalar_metrics(
 ) -> None:
     """Say whose value will not be that of the large batch, and what would be."""
     way_out = "Return one value per sample"
-    if replica.count() == 1:
-        way_out += "; or pass `two_pass=True`, with which metrics see the whole batch"
+    if not two_pass:
+        whole = "the whole batch" if replica.count() == 1 else "all samples of a replica"
+        way_out += f"; or pass `two_pass=True`, with which metrics see {whole}"
     part = "replica" if two_pass else "micro-batch"
     warn(
         f"The metric {', '.join(map(repr, names))} returns one number for a batch. It is "

@@ -420,11 +420,12 @@ def a_metric_of_a_whole_batch_is_named(strategy, mode):
             train(dense_model, data(8), sgd, strategy, mode, loss="mse", **how)
         return [text for w in caught if "metric" in (text := str(w.message))]
 
-    for two_pass, part in ((False, "micro-batch"), (True, "replica")):
+    more = "; or pass `two_pass=True`, with which metrics see all samples of a replica"
+    for two_pass, part, way_out in ((False, "micro-batch", more), (True, "replica", "")):
         expected = (
             "The metric 'largest_error' returns one number for a batch. It is computed "
             f"for each {part}, and the mean of those is shown, not the value of the "
-            "batch. Return one value per sample."
+            f"batch. Return one value per sample{way_out}."
         )
         assert said(two_pass, largest_error) == [expected]
         assert not said(two_pass, "mae")
