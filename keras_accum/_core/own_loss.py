@@ -9,6 +9,7 @@ with a warning.
 """
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -345,7 +346,8 @@ def fall_apart(model: keras.Model, arguments: Any) -> bool:
     """Whether a compiled loss of the user's is more than its samples' losses together.
 
     One whose values depend on the whole batch, or that reduces by itself. Keras's own are
-    not tried, but for those of which that is known.
+    not tried, but for those that may reduce the axis of the samples; of `Circle` it is
+    known.
 
     Args:
         model: the model, whose `compute_loss` is Keras's.
@@ -379,7 +381,7 @@ def _compares_samples(loss: Any) -> bool:
 
 
 def _is_of_keras(loss: Any) -> bool:
-    """Whether a loss is one of Keras's: the others of them take samples one by one."""
+    """Whether a loss is one of Keras's that takes samples one by one."""
     if isinstance(loss, str):
         try:
             loss = keras.losses.get(loss)
@@ -387,7 +389,18 @@ def _is_of_keras(loss: Any) -> bool:
             return False
     made_of = [loss]
     if isinstance(loss, keras.losses.Loss):
+        if _has_an_axis(loss):
+            return False
         made_of = [type(loss), *([loss.fn] if hasattr(loss, "fn") else [])]
     return all(
         x is None or getattr(x, "__module__", "").startswith("keras.") for x in made_of
     )
+
+
+def _has_an_axis(loss: keras.losses.Loss) -> bool:
+    """Whether a loss takes an axis that may be that of the samples.
+
+    Not all of Keras's tell which they have: `CosineSimilarity` does not.
+    """
+    takes = "axis" in inspect.signature(type(loss)).parameters
+    return takes and getattr(loss, "axis", None) != -1

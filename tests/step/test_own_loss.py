@@ -276,9 +276,16 @@ def train_by(loss, batch, optimizer=None, **split):
     model.compile(optimizer or keras.optimizers.SGD(0.1), loss, run_eagerly=True)
     x, y = data(14, outputs=3)
     weights = (0.5 + np.arange(14) % 3).astype("float32")
-    weights = None if loss is each_feature else weights
+    of_features = loss is each_feature or hasattr(loss, "of_features")
+    weights = None if of_features else weights
     model.fit(x, y, batch, sample_weight=weights, shuffle=False, verbose=0)
     return model.get_weights()
+
+
+def of_features(loss):
+    """A loss of Keras's that has no values of samples."""
+    loss.of_features = True
+    return loss
 
 
 ROUTES = {
@@ -299,6 +306,9 @@ ROUTES = {
         lambda: one_value,
         MeanByWeights,
         lambda: keras.losses.get(balanced),
+        lambda: of_features(keras.losses.CosineSimilarity(axis=0)),
+        lambda: of_features(keras.losses.Dice(axis=(0,))),
+        lambda: of_features(keras.losses.CategoricalCrossentropy(True, axis=0)),
     ],
 )
 def test_a_compiled_loss_that_does_not_fall_apart_is_said_once(make, route):
@@ -310,7 +320,16 @@ def test_a_compiled_loss_that_does_not_fall_apart_is_said_once(make, route):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("make", [OfSamples, lambda: squares, lambda: "huber"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        OfSamples,
+        lambda: squares,
+        lambda: "huber",
+        keras.losses.CosineSimilarity,
+        lambda: keras.losses.Dice(axis=(1,)),
+    ],
+)
 def test_a_compiled_loss_of_samples_is_exact(make, route, recwarn):
     found = ROUTES[route](make())
     expected = train_by(make(), 14)
