@@ -29,7 +29,7 @@ from .._backend.private.losses import (
 )
 from .._backend.private.models import scalar_metrics
 from .._backend.private.replay import RandomBySample
-from .._core.own_loss import nothing_moves, understand
+from .._core.own_loss import fall_apart, nothing_moves, understand
 from .._optimizer.find import has_known_train_step
 from .._optimizer.wrapper import AccumOptimizer
 from .._step.model import settings_of
@@ -386,6 +386,8 @@ def _read_loss(model: keras.Model, y_pred: Any, found: LossReading) -> None:
             found.coupled |= value.shape == joined.shape and _far(value, joined)
     if has_own_compute_loss(model):
         found.understood = understand(model, (x, y, y_pred, None)).complete
+    elif not scalars:
+        found.coupled |= fall_apart(model, (x, y, y_pred, None))
     arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": None}
     with contextlib.suppress(Exception):
         model.compute_metrics(**arguments)  # Builds them, where they are not.

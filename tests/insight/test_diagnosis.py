@@ -163,6 +163,10 @@ CASES = {
         lambda: compiled(dense_model(), loss=centered),
         {"coupled_loss": "differs"},
     ),
+    "coupled by an axis": (
+        lambda: compiled(dense_model(), loss=keras.losses.CosineSimilarity(axis=0)),
+        {"coupled_loss": "differs"},
+    ),
     "coupled, two passes": (
         lambda: compiled(accumulated(dense_model(), two_pass=True), loss=centered),
         {"coupled_loss": "exact"},
