@@ -16,7 +16,12 @@ from ._backend.private.models import rows_tracked
 from ._backend.private.optimizers import trained_by
 from ._core.checks import check_option
 from ._core.gradients import name_of
-from ._core.moving_state import StateWatch, describe_moving, moving_layers
+from ._core.moving_state import (
+    StateWatch,
+    are_told,
+    describe_moving,
+    moving_layers,
+)
 from ._optimizer.find import find_optimizers, has_known_train_step
 from ._optimizer.no_update import (
     begin_training,
@@ -343,6 +348,7 @@ class AccumulationMonitor(keras.callbacks.Callback):
 
     def _warn_of_moving(self, layers: list[keras.layers.Layer]) -> None:
         if layers:
+            are_told(self.model, layers)
             logger.warning("%s", describe_moving(layers))
 
     def _add_values(self, logs: dict[str, Any] | None) -> None:

@@ -103,12 +103,17 @@ def warn_of_moved(model: keras.Model, scope: keras.StatelessScope) -> None:
 
 def warn_of_moving(model: keras.Model, layers: Sequence[keras.layers.Layer]) -> None:
     """Warn of `layers` of `model`, of each of them once."""
-    told = _told.setdefault(model, weakref.WeakSet())
+    told = _told.get(model, ())
     new = [layer for layer in layers if layer not in told]
     if new:
         if not is_collecting():
-            told.update(new)
+            are_told(model, new)
         warn(describe_moving(new))
+
+
+def are_told(model: keras.Model, layers: Sequence[keras.layers.Layer]) -> None:
+    """Remember that the user has been told of `layers` of `model`."""
+    _told.setdefault(model, weakref.WeakSet()).update(layers)
 
 
 _told: weakref.WeakKeyDictionary[keras.Model, "weakref.WeakSet[keras.layers.Layer]"]

@@ -18,6 +18,7 @@ from .._backend.private.models import build_compiled
 from .._batch_norm import pool_first_or_next
 from .._core.added_losses import learn_kinds
 from .._core.loss import Terms, check_sums, describe, loss_of_none, optimizer_weight
+from .._core.moving_state import moving_layers, warn_of_moving
 from .._core.own_loss import what_is_known
 from .accumulator import Weight
 from .pending import PendingWeight
@@ -37,6 +38,8 @@ def announce_weight(
     if not isinstance(getattr(optimizer, "_pending_weight", None), PendingWeight):
         return compute()
     build_compiled(model, *arguments)
+    if optimizer.accum_steps != 1 and not is_a_part():
+        warn_of_moving(model, moving_layers(model))
     loss, weight = _weighted(model, optimizer, arguments, compute)
     # Data that have ended leave no loss, and must leave no weight.
     with tf.control_dependencies([] if tf.executing_eagerly() else [loss]):

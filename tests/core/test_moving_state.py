@@ -142,3 +142,26 @@ def test_the_monitor_says_nothing_of_a_model_whose_state_stays(caplog):
     model = compile_in(dense_model(), "eager", ka.AccumOptimizer("sgd", 2))
     fit(model, *data(12), 3, callbacks=[ka.AccumulationMonitor()])
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_an_optimizer_that_accumulates_names_them_too(mode):
+    def said(*layers, accum_steps=2, callbacks=()):
+        model = model_of(*layers)
+        compile_in(model, mode, ka.AccumOptimizer("sgd", accum_steps))
+        x, y = data(8, outputs=3)
+        fit_twice = lambda: [  # noqa: E731
+            model.fit(x, y, batch_size=2, verbose=0, callbacks=[*callbacks])
+            for _ in range(2)
+        ]
+        return said_by(fit_twice)
+
+    normalizes = lambda: keras.layers.BatchNormalization(name="bn")  # noqa: E731
+    expected = MOVES.format("1 layer", "bn (BatchNormalization)") + OF_BATCHES
+    assert said(normalizes()) == [expected]
+    assert said(normalizes(), accum_steps=1) == []
+    frozen = normalizes()
+    frozen.trainable = False
+    assert said(frozen, ka.AccumBatchNormalization(), keras.layers.Dropout(0.5)) == []
+    # The monitor says it in its log, and once is enough.
+    assert said(normalizes(), callbacks=[ka.AccumulationMonitor(verbose=0)]) == []
