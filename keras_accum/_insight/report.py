@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
+from .._backend.figure import new_figure
+
 Kind: TypeAlias = Literal["equal", "zero", "differs", "none"]
 
 # An error of so many times its rounding floor is a true difference. Rounding itself
@@ -212,19 +214,11 @@ class Report:
         Raises:
             ImportError: without matplotlib.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "`report.plot()` draws with matplotlib, which is not installed: `pip "
-                "install matplotlib`. `print(report)` shows the same as a table."
-            ) from error
         shown = [v for v in self.variables if v.kind != "none"]
         if len(shown) > _MOST_BARS:
             worst = sorted(shown, key=lambda v: v.ratio)[-_MOST_BARS:]
             shown = [v for v in shown if v in worst]
-        figure = Figure(figsize=(8, 1.6 + 0.3 * len(shown)), layout="constrained")
-        axis = figure.add_subplot()
+        figure, axis = new_figure("report", (8, 1.6 + 0.3 * len(shown)))
         places = range(len(shown))
         least = min((v.floor for v in shown if v.floor), default=1e-8) / 30
         axis.barh(
@@ -269,7 +263,6 @@ class Report:
             f"{self.samples} samples in {self.accum_steps} micro-batches: {state}"
         )
         axis.grid(axis="x", alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
         axis.legend(
             handles=legend, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0)
         )

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from .._backend.figure import new_figure
 from .._backend.private import canaries
 from .budget import format_bytes, parse_budget
 from .families import Choices, Switch, choices_of
@@ -117,15 +118,7 @@ class Frontier:
         Raises:
             ImportError: without matplotlib.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "`frontier.plot()` draws with matplotlib, which is not installed: `pip "
-                "install matplotlib`. `print(frontier)` shows the same as a table."
-            ) from error
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
-        axis = figure.add_subplot()
+        figure, axis = new_figure("frontier", (7, 4.5))
         best = [point for point in self.points if not point.dominated]
         memory = [point.peak_bytes / 2**20 for point in best]
         # Between two points nothing was measured: what fits is the one below.
@@ -155,7 +148,6 @@ class Frontier:
         axis.set_ylim(0, 1.1 * max(point.seconds for point in self.points))
         axis.set_title(f"{self._task.model.name}: batch of {self.batch_size}")
         axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize="small")
         return figure
 

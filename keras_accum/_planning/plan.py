@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from .._backend.figure import new_figure
 from .._backend.identity import unique
 from .._backend.private.layers import flatten_layers
 from .._recompute.api import Recomputation, recompute_parts
@@ -160,15 +161,7 @@ class Plan:
         Raises:
             ImportError: without matplotlib.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "`plan.plot()` draws with matplotlib, which is not installed: `pip "
-                "install matplotlib`. `print(plan)` shows the same as a table."
-            ) from error
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
-        axis = figure.add_subplot()
+        figure, axis = new_figure("plan", (7, 4.5))
         mib = 2.0**20
         kinds = list(dict.fromkeys(trial.recompute for trial in self.trials))
         for i, kind in enumerate(kinds):
@@ -196,7 +189,6 @@ class Plan:
         axis.set_ylim(bottom=0)
         axis.set_title(f"{self._model.name}: batch of {self.batch_size}")
         axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False)
         return figure
 
