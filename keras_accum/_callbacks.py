@@ -7,15 +7,18 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import keras
+import tensorflow as tf
 
+from ._backend.memory import peak_bytes
 from ._backend.private.models import rows_tracked
 from ._backend.private.optimizers import trained_by
 from ._core.checks import check_option
 from ._core.gradients import name_of
+from ._core.layer_watch import LayerWatch
 from ._core.moving_state import (
     StateWatch,
     are_told,
@@ -30,8 +33,9 @@ from ._optimizer.no_update import (
     end_training,
     number,
 )
-from ._optimizer.observer import WindowObserver
+from ._optimizer.observer import UpdateLog, WindowObserver
 from ._optimizer.wrapper import AccumOptimizer
+from ._step.observer import observe, observer_of, stop_observing
 
 TAILS = ("carry", "flush_epoch", "flush_end", "drop")
 
@@ -61,7 +65,7 @@ class AccumulationMonitor(keras.callbacks.Callback):
 
     - `updates`: updates made since the optimizer was constructed;
     - `gradient_norm`: L2 norm of the last update's mean gradient, before clipping; of an
-      `AccumOptimizer`;
+      `AccumOptimizer`, and with `detailed=True` of any;
     - `loss_scale`: where the loss is scaled dynamically;
     - `skipped_windows`: windows skipped because of an overflow, an infinity or a NaN;
       where one can be skipped.
@@ -70,20 +74,27 @@ class AccumulationMonitor(keras.callbacks.Callback):
     attribute and the keys that lead to it: `d_optimizer_updates` for `model.d_optimizer`,
     `optimizers_d_updates` for `model.optimizers["d"]`.
 
-    With `detailed=True`, of each `AccumOptimizer`:
+    With `detailed=True`, in both routes, and over all replicas:
 
     - `clipped_gradient_norm`: the norm after clipping, and `clipped_share`, the share of
       updates so far that were clipped;
     - `samples_per_second`: since the beginning of the epoch, where samples are counted;
+    - `peak_bytes`: the most memory in use on a GPU since the process began, or
+      `tf.config.experimental.reset_memory_stats`; on no CPU;
     - a warning when a window was skipped, or a micro-batch left out, with the number of the
       micro-batch in its window and the variables whose gradient was not finite.
 
-    With `noise_scale=True` all of that, and `noise_scale`: the gradient noise scale of
-    McCandlish et al., in samples, by the norms of the micro-batches' gradients and of their
-    mean, averaged over about 200 updates. It is near the critical batch size, from which on
-    a larger batch saves few updates. It needs windows of several micro-batches of one size,
-    and leaves embeddings out. Take it for an estimate: Merrill et al. measured critical
-    batch sizes that it does not track.
+    With `check_numerics=True` all of that, and the warning, or the error of
+    `on_nonfinite="raise"`, names the first layer whose output was not finite. It looks at
+    each layer's output, which takes time.
+
+    With `noise_scale=True` all of that but the layer, and `noise_scale`: the gradient noise
+    scale of McCandlish et al., in samples, by the norms of the micro-batches' gradients and
+    of their mean, averaged over about 200 updates. It is near the critical batch size, from
+    which on a larger batch saves few updates. It needs several micro-batches in an update,
+    and leaves embeddings out; it is NaN before it is known, and where noise hides the
+    gradient. Take it for an estimate: Merrill et al. measured critical batch sizes that it
+    does not track.
 
     `on_update_end` is called after each update, for subclasses that log by update.
 
@@ -98,14 +109,16 @@ class AccumulationMonitor(keras.callbacks.Callback):
             window really holds.
         noise_scale: bool, whether to estimate the gradient noise scale. It takes one norm
             of each micro-batch's gradients.
-        detailed: bool, whether to log what clipping leaves, speed, and what was not finite.
+        detailed: bool, whether to log what clipping leaves, speed, memory, and what was not
+            finite.
+        check_numerics: bool, whether to name the first layer that was not finite.
         verbose: int. 1 writes the line at the start of training to `sys.stderr` too,
             once, unless the logger shows it; 0 leaves it to the logger.
 
     Raises:
         ValueError: for another `tail`; and at the start of training, if the model does
-            not accumulate; or for `noise_scale` or `detailed` without an
-            `AccumOptimizer`, or on several replicas.
+            not accumulate; or for `noise_scale` with `two_pass`, whose loss couples the
+            micro-batches.
 
     References:
         McCandlish et al., 2018, "An Empirical Model of Large-Batch Training"; Merrill et
@@ -118,14 +131,17 @@ class AccumulationMonitor(keras.callbacks.Callback):
         *,
         noise_scale: bool = False,
         detailed: bool = False,
+        check_numerics: bool = False,
         verbose: int = 1,
     ) -> None:
         super().__init__()
         check_option("tail", tail, TAILS)
         self.tail = tail
         self.noise_scale = bool(noise_scale)
-        self.detailed = bool(detailed) or self.noise_scale
+        self.check_numerics = bool(check_numerics)
+        self.detailed = bool(detailed) or self.noise_scale or self.check_numerics
         self.verbose = verbose
+        self._layers: LayerWatch | None = None
         self._shown: set[str] = set()
         self._began = 0.0
         self._watched: dict[int, _Windows | _Steps] = {}
@@ -187,25 +203,54 @@ class AccumulationMonitor(keras.callbacks.Callback):
         self._state = StateWatch(self.model)
 
     def _observe(self) -> None:
-        """Have the optimizers keep norms, in a step that is traced anew."""
-        replicas = self.model.distribute_strategy.num_replicas_in_sync
-        optimizers = [windows.optimizer for windows in self._windows()]
-        if not optimizers or replicas > 1:
-            where = f"{replicas} replicas" if optimizers else "a step that accumulates"
+        """Have steps be observed, which are traced anew."""
+        two_pass = getattr(getattr(self.model, "accumulation", None), "two_pass", False)
+        if self.noise_scale and two_pass:
             raise ValueError(
-                "`detailed=True` and `noise_scale=True` watch the windows of an "
-                f"`AccumOptimizer` on one device. Received a model with {where}: leave "
-                "them out."
+                "`noise_scale=True` compares the gradients of micro-batches with that of "
+                "the batch. Received a model with `two_pass=True`, whose loss may couple "
+                "them, so that they tell nothing of noise: leave `noise_scale` out."
             )
-        for optimizer in optimizers:
-            optimizer.observer = WindowObserver()
+        windows = list(self._windows())
+        with self.model.distribute_strategy.scope():
+            if self.check_numerics:
+                self._layers = LayerWatch(self.model)
+            for watched in windows:
+                optimizer = watched.optimizer
+                optimizer.observer = WindowObserver(self._layers)
+                if optimizer.built:
+                    optimizer.observer.build(len(trained_by(optimizer)))
+            if not windows:
+                observer = observe(self.model, self._layers)
+                if self.model.built:
+                    observer.log.build(len(self.model.trainable_weights))
         self.model.make_train_function(force=True)
+        self.model.train_function = self._unless_it_fails(self.model.train_function)
+        self._watch()
+
+    def _unless_it_fails(self, train: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`train`, after whose failure nothing is observed; callbacks are told nothing."""
+
+        def step(iterator: Any) -> Any:
+            try:
+                return train(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                raise
+            except BaseException:
+                self._stop_observing()
+                raise
+
+        return step
 
     def _stop_observing(self) -> None:
+        if not self.detailed:
+            return
         for windows in self._windows():
-            if windows.optimizer.observer is not None:
-                windows.optimizer.observer = None
-                self.model.train_function = None
+            windows.optimizer.observer = None
+        stop_observing(self.model)
+        if self._layers is not None:
+            self._layers.stop()
+        self.model.train_function = None
 
     def on_update_end(self, update: int, logs: dict[str, Any]) -> None:
         """Called after each update, with its number and what is logged of it.
@@ -246,12 +291,13 @@ class AccumulationMonitor(keras.callbacks.Callback):
             if not watched.announced and watched.is_used():
                 watched.announced = True
                 self._announce(watched)
-        for windows in self._windows():
-            for line in windows.describe_nonfinite():
-                logger.warning("%s%s", windows.prefix, line)
         logs = {} if logs is None else logs
         before = [watched.updates for watched in self._watched.values()]
         self._add_values(logs)
+        replicas = self.model.distribute_strategy.num_replicas_in_sync
+        for watched in self._watched.values():
+            for line in watched.describe_infinity(replicas, self._layers):
+                logger.warning("%s%s", watched.prefix, line)
         after = [watched.updates for watched in self._watched.values()]
         if after != before:
             self.on_update_end(max(after), logs)
@@ -296,6 +342,11 @@ class AccumulationMonitor(keras.callbacks.Callback):
                     windows.prefix,
                     left,
                 )
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Forget what layers gave in a validation."""
+        if self._layers is not None:
+            self._layers.clear()
 
     def _end_epoch(self) -> None:
         if not self._in_epoch:
@@ -359,13 +410,16 @@ class AccumulationMonitor(keras.callbacks.Callback):
         for watched in self._watched.values():
             values = watched.values()
             watched.updates = int(values["updates"])
-            if isinstance(watched, _Windows):
-                values |= watched.observed(rows)
+            values |= watched.observed(rows, self.noise_scale)
             for key, value in values.items():
                 logs[f"{watched.name}_{key}" if several else key] = value
-        if self.detailed and has_known_train_step(self.model):
+        if not self.detailed:
+            return
+        if has_known_train_step(self.model):
             seen = rows_tracked(self.model) - self._rows_before
             logs["samples_per_second"] = seen / (time.perf_counter() - self._began)
+        if (peak := peak_bytes()) is not None:
+            logs["peak_bytes"] = peak
 
 
 class _Watched:
@@ -377,12 +431,62 @@ class _Watched:
         announced: whether its window has been described.
         late: what is said of an epoch when the next one begins.
         updates: those made when values were last read.
+        seen: what the log held then.
+        unit: what makes an update.
     """
+
+    unit = "window"
 
     def __init__(self, name: str) -> None:
         self.name, self.prefix, self.announced = name, "", False
         self.updates = 0
         self.late: list[str] = []
+        self.seen = UpdateLog().read()
+        self._told = self.seen
+
+    @property
+    def log(self) -> UpdateLog | None:
+        """What is noted of the updates, if they are observed."""
+        raise NotImplementedError
+
+    def names(self) -> list[str]:
+        """The names of the trained variables, as the log counts them."""
+        raise NotImplementedError
+
+    def observed(self, rows: float, noise_scale: bool) -> dict[str, float]:
+        """What is to be logged of what the log holds, with `rows` samples a step."""
+        if self.log is None:
+            return {}
+        self.seen = seen = self.log.read()
+        values = {
+            "gradient_norm": seen.norm,
+            "clipped_gradient_norm": seen.clipped_norm,
+            "clipped_share": seen.clipped / max(seen.updates, 1.0),
+        }
+        if noise_scale:
+            values["noise_scale"] = seen.noise_scale * rows if rows else math.nan
+        return values
+
+    def describe_infinity(self, replicas: int, layers: LayerWatch | None) -> list[str]:
+        """What to say of windows, or micro-batches, skipped since the last call."""
+        told, seen = self._told, self.seen
+        if self.log is None or seen.infinities == told.infinities:
+            return []
+        self._told = seen
+        names = self.names()
+        bad = [names[i] for i in self.log.bad()]
+        shown = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        skipped = seen.skipped > told.skipped
+        what = f"A {self.unit} was skipped" if skipped else "A micro-batch was left out"
+        where = f" on replica {seen.bad_replica + 1:g}" if replicas > 1 else ""
+        line = (
+            f"{what} after update {self.updates}: in micro-batch {seen.bad_step:g} of the "
+            f"{self.unit}{where}, the gradient of {shown} was not finite."
+        )
+        if layers is not None:
+            said = layers.said[round(seen.bad_layer)]
+            line += f" First layer whose output was not finite: {said}."
+        return [line]
 
     def say_late(self) -> None:
         for late in self.late:
@@ -398,58 +502,22 @@ class _Windows(_Watched):
         self.optimizer = optimizer
         self.left = 0
         self.updates = number(optimizer.iterations)
-        self._noise, self._last_observed = _NoiseScale(), self.updates
-        self._clipped, self._observed, self._skipped = 0, 0, self._skips()
         # Updates, skipped windows and micro-steps before the epoch; before training,
         # updates. Not known, there have been some.
         self._before = (-1, 0, 0)
         self._updates_before = -1
 
+    @property
+    def log(self) -> UpdateLog | None:
+        observer = self.optimizer.observer
+        return None if observer is None else observer.log
+
+    def names(self) -> list[str]:
+        return [name_of(v) for v in trained_by(self.optimizer)]
+
     def begin_training(self, model: keras.Model) -> None:
         begin_training(model, self.optimizer)
         self._updates_before = number(self.optimizer.iterations)
-
-    def _skips(self) -> tuple[int, int]:
-        optimizer = self.optimizer
-        return number(optimizer.skipped_windows), number(optimizer.skipped_micro_batches)
-
-    def describe_nonfinite(self) -> list[str]:
-        """What to say of windows, or micro-batches, skipped since the last call."""
-        observer = self.optimizer.observer
-        if observer is None or not observer.built or self._skips() == self._skipped:
-            return []
-        windows = self._skips()[0] > self._skipped[0]
-        self._skipped = self._skips()
-        names = [name_of(v) for v in trained_by(self.optimizer)]
-        bad = [n for n, b in zip(names, keras.ops.convert_to_numpy(observer.bad)) if b]
-        shown = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
-        what = "A window was skipped" if windows else "A micro-batch was left out"
-        return [
-            f"{what} after update {number(self.optimizer.iterations)}: in micro-batch "
-            f"{number(observer.bad_step):g} of the window, the gradient of {shown} was "
-            "not finite."
-        ]
-
-    def observed(self, rows: int) -> dict[str, float]:
-        """What the observer has of the last update."""
-        observer, optimizer = self.optimizer.observer, self.optimizer
-        if observer is None or not observer.built:
-            return {}
-        norm, left = number(optimizer.last_gradient_norm), number(observer.clipped_norm)
-        if (updates := number(optimizer.iterations)) != self._last_observed:
-            self._last_observed = updates
-            self._observed += 1
-            self._clipped += left < norm * (1 - 1e-5)
-            self._noise.add(
-                *map(number, (observer.small, observer.large, observer.length))
-            )
-        values = {
-            "clipped_gradient_norm": left,
-            "clipped_share": self._clipped / max(self._observed, 1),
-        }
-        if rows and (scale := self._noise.value()) is not None:
-            values["noise_scale"] = scale * rows
-        return values
 
     def begin_epoch(self) -> None:
         self._before = self._counters()
@@ -523,40 +591,30 @@ class _Windows(_Watched):
         return updates, skipped, held
 
 
-class _NoiseScale:
-    """The gradient noise scale, of running means over updates; see `WindowObserver`."""
-
-    def __init__(self) -> None:
-        self._signal = self._noise = 0.0
-        self._known = False
-
-    def add(self, small: float, large: float, length: float) -> None:
-        """Take one update: mean square of the parts, square of the mean, how many."""
-        if length < 2 or not math.isfinite(small + large):
-            return
-        signal = (length * large - small) / (length - 1)
-        noise = (small - large) / (1 - 1 / length)
-        # Both begin at zero alike: their quotient needs no correction.
-        self._signal += (1 - _DECAY) * (signal - self._signal)
-        self._noise += (1 - _DECAY) * (noise - self._noise)
-        self._known = True
-
-    def value(self) -> float | None:
-        """In micro-batches; None before it is known, or where noise hides the gradient."""
-        return self._noise / self._signal if self._known and self._signal > 0 else None
-
-
-# Of running means: over about 200 updates.
-_DECAY = 0.995
-
-
 class _Steps(_Watched):
     """The optimizer of a model that accumulates in its step."""
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, accumulation: Any) -> None:
+    unit = "step"
+
+    def __init__(self, model: keras.Model, accumulation: Any) -> None:
         super().__init__("optimizer")
-        self.optimizer, self.accumulation = optimizer, accumulation
-        self._updates_before = -1
+        self.optimizer, self.accumulation = model.optimizer, accumulation
+        self._model, self._updates_before = model, -1
+
+    @property
+    def log(self) -> UpdateLog | None:
+        observer = observer_of(self._model)
+        return None if observer is None else observer.log
+
+    def names(self) -> list[str]:
+        return [name_of(v) for v in self._model.trainable_weights]
+
+    def observed(self, rows: float, noise_scale: bool) -> dict[str, float]:
+        """As for any; and the steps that an overflow has skipped."""
+        values = super().observed(rows, noise_scale)
+        if values and isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
+            values["skipped_windows"] = self.seen.skipped
+        return values
 
     def begin_epoch(self) -> None:
         self._updates_before = number(self.optimizer.iterations)
@@ -603,4 +661,4 @@ def _watchable(model: keras.Model) -> dict[int, _Windows | _Steps]:
     accumulation = getattr(model, "accumulation", None)
     if accumulation is None or not has_known_train_step(model):
         return {}
-    return {id(model.optimizer): _Steps(model.optimizer, accumulation)}
+    return {id(model.optimizer): _Steps(model, accumulation)}

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "_insight": {
         *("_backend", "_core", "_batch_norm", "_optimizer", "_step", "_planning"),
     },
-    "_callbacks": {"_backend", "_core", "_optimizer"},
+    "_callbacks": {"_backend", "_core", "_optimizer", "_step"},
     "_schedules": {"_core"},
 }
 PACKAGE = pathlib.Path(keras_accum.__file__).parent

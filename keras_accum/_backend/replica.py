@@ -22,6 +22,13 @@ def count() -> int:
     return tf.distribute.get_strategy().num_replicas_in_sync
 
 
+def index() -> tf.Tensor | int:
+    """The place of this replica among them; 0 where there is one."""
+    if count() == 1:
+        return 0
+    return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+
 def in_cross_replica(function: Callable[[], Any]) -> None:
     """Run `function` once for all replicas. To be called on each, or for all."""
     # Even where TensorFlow needs no `merge_call`, as under XLA on GPUs: a variable that
@@ -143,8 +150,7 @@ def first_row(rows: tf.Tensor | int) -> tf.Tensor | int:
     if count() == 1:
         return 0
     before = all_gather(tf.reshape(tf.cast(rows, "int32"), [1]))
-    index = tf.distribute.get_replica_context().replica_id_in_sync_group
-    return tf.reduce_sum(before[:index])
+    return tf.reduce_sum(before[: index()])
 
 
 def check_compilable() -> None:

@@ -20,6 +20,7 @@ from .checks import check_option, refuse_unknown_arguments
 from .gradients import Gradient, add, divide_no_nan, scalar_dtype, sum_dtype, weigh
 from .loop import Split, check_batch, for_each_micro_batch, rows_of
 from .loss import LossTerm, describe, loss_of_none
+from .observed import Observed, Observer, nothing
 
 # From a micro-batch and its number of samples to a mean loss, its weight (None for the
 # number of samples), and further scalars to be averaged likewise.
@@ -42,6 +43,8 @@ class BatchGradients(NamedTuple):
         divisor: scalar tensor, what the sum of the weighted gradients was
             divided by.
         rest: scalar, what the batch counts by in a further window that weighs nothing.
+        observed: what an observer has seen of the micro-batches, or None.
+        share: scalar, what part the batch has of the sum that its gradients go into.
     """
 
     loss: tf.Tensor
@@ -50,6 +53,8 @@ class BatchGradients(NamedTuple):
     parts: list[tf.Tensor]
     divisor: tf.Tensor
     rest: tf.Tensor | float = 0.0
+    observed: Observed | None = None
+    share: tf.Tensor | float = 1.0
 
 
 @tf.autograph.experimental.do_not_convert
@@ -227,11 +232,13 @@ def value_and_gradients(
     parts: int = 0,
     divisor_of: Callable[[tf.Tensor], tf.Tensor] | None = None,
     jit_compile: bool | None = None,
+    observer: Observer | None = None,
 ) -> BatchGradients:
     """`accumulate_gradients` for a `loss_of` with `parts` scalars to be averaged too.
 
     The gradients are divided by `divisor_of` the sum of the weights; by default by that
-    sum itself, as the losses are. `jit_compile` is for each micro-step alone.
+    sum itself, as the losses are. `jit_compile` is for each micro-step alone. `observer`
+    is to see the gradients of each micro-batch.
     """
     values = [
         getattr(v, "value", v) if isinstance(v, keras.Variable) else v for v in variables
@@ -240,7 +247,7 @@ def value_and_gradients(
     has_gradient = [False] * len(values)
 
     def step(micro_batch: Any, rows: tf.Tensor, state: Any) -> Any:
-        sums, values_sum, total, reference = state
+        sums, values_sum, total, reference, seen = state
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(values)
             loss, weight, others = loss_of(micro_batch, rows)
@@ -273,13 +280,23 @@ def value_and_gradients(
             v + tf.math.multiply_no_nan(tf.cast(value, dtype), relative)
             for v, value in zip(values_sum, [loss, *others])
         ]
-        return sums, values_sum, total + relative, reference
+        if observer is not None:
+            # Of a gradient that has its weight already, the square has it twice.
+            inverse = tf.math.divide_no_nan(tf.ones((), dtype), relative)
+            factor = inverse if scaled_loss_first else relative
+            everything = range(len(values))
+            seen = observer.see(seen, gradients, everything, factor, relative > 0)
+        return sums, values_sum, total + relative, reference, seen
 
     zero = tf.zeros((), dtype)
     zeros = [tf.zeros(v.shape, sum_dtype(v, None)) for v in values]
-    start = (zeros, [zero] * (1 + parts), zero, zero)
+    seen: Any = ()  # A loop in a graph takes no None.
+    if observer is not None:
+        observer.begin()
+        seen = nothing(len(values))
+    start = (zeros, [zero] * (1 + parts), zero, zero, seen)
     state = for_each_micro_batch(step, batch, start, split, jit_compile)
-    sums, means, total, reference = state
+    sums, means, total, reference, seen = state
     divisor = tf.ones((), dtype) if reduction == "sum" else total
     loss, *others = [tf.math.divide_no_nan(mean, divisor) for mean in means]
     weight = whole = total * reference
@@ -290,7 +307,13 @@ def value_and_gradients(
         divide_no_nan(s, divisor) if known else None
         for s, known in zip(sums, has_gradient)
     ]
-    return BatchGradients(loss, gradients, weight, others, whole)
+    if observer is not None:
+        total = tf.cast(total, "float32")
+        seen = seen._replace(squares=tf.math.divide_no_nan(seen.squares, total))
+    share = tf.math.divide_no_nan(total, tf.cast(divisor, total.dtype))
+    return BatchGradients(
+        loss, gradients, weight, others, whole, observed=seen or None, share=share
+    )
 
 
 def _scalar(loss: Any) -> tf.Tensor:

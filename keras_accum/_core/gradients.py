@@ -51,17 +51,18 @@ def global_norm(gradients: Sequence[tf.Tensor]) -> tf.Tensor:
 
     In float32 whatever the gradients are: squares of float16 values overflow at 256.
     """
-    squares = [_sum_of_squares(tf.cast(g, "float32")) for g in gradients]
+    squares = [sum_of_squares(tf.cast(g, "float32")) for g in gradients]
     return tf.sqrt(tf.add_n(squares)) if squares else tf.zeros(())
 
 
-def _sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
-    if not compiled_by_xla():
+def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
+    """The sum of the squares of a float32 tensor."""
+    size = tensor.shape.num_elements()
+    if size is None or not compiled_by_xla():
         # Half the sum of squares; needs no memory for the squares.
         return 2.0 * tf.nn.l2_loss(tensor)
     # XLA adds one number after the other on a CPU: eight sums side by side fill a vector
     # unit, in a sixth of the time.
-    size = tensor.shape.num_elements()
     *lanes, rest = tf.split(tf.reshape(tensor, [-1]), [size // 8] * 8 + [size % 8])
     side_by_side = tf.add_n([tf.square(lane) for lane in lanes])
     return tf.reduce_sum(side_by_side) + tf.reduce_sum(tf.square(rest))

@@ -23,6 +23,7 @@ from .._backend import replica
 from .._backend.private.compiled import compiled_by_xla
 from .._backend.private.strategies import local_component
 from .._core.gradients import Gradient, divide_no_nan, sum_dtype, values_of, weigh
+from .._core.variables import own_variable, read, shared_variable
 
 # A power of two, so that multiplying and dividing by it is exact.
 NOTHING = 2.0**-64
@@ -39,6 +40,23 @@ class Weight(NamedTuple):
 
     value: tf.Tensor
     samples: tf.Tensor
+
+
+class Reduced(NamedTuple):
+    """What a window holds, summed over replicas.
+
+    Attributes:
+        sums: of the gradients, one for each variable that was asked for; maxima among
+            them.
+        total: scalar, the sum of the weights.
+        dropped: scalar, the micro-batches left out.
+        further: what else was to be summed.
+    """
+
+    sums: list[tf.Tensor]
+    total: tf.Tensor
+    dropped: tf.Tensor
+    further: list[tf.Tensor]
 
 
 class Accumulator:
@@ -78,9 +96,9 @@ class Accumulator:
         scalar = self.scalar_dtype = "float64" if "float64" in dtypes else "float32"
         self.total = own_variable("total_weight", (), scalar)
         self.dropped = own_variable("dropped", (), "float32")
-        self.micro_step = _shared_variable("micro_step", (), "int64")
-        self.length = _shared_variable("window_length", (), "int64")
-        self.reference_weight = _shared_variable("unit_weight", (), scalar)
+        self.micro_step = shared_variable("micro_step", (), "int64")
+        self.length = shared_variable("window_length", (), "int64")
+        self.reference_weight = shared_variable("unit_weight", (), scalar)
         self.gradient_count = own_variable("reached", (len(variables),), "float32")
 
     @property
@@ -98,8 +116,8 @@ class Accumulator:
         weight: Weight,
         share: tf.Tensor,
         kept: tf.Tensor | None,
-    ) -> None:
-        """Add the gradients of one micro-batch.
+    ) -> tf.Tensor:
+        """Add the gradients of one micro-batch; gives what it weighs, in units of `total`.
 
         No scalar moves before every gradient is there. A graph runs what depends on
         nothing also where the data have ended, or were not to be read.
@@ -137,6 +155,7 @@ class Accumulator:
             weighs = tf.cast(tf.not_equal(relative, 0.0), "float32")
             each = [weighs if overwrites else counts for overwrites in self.overwrites]
             self.gradient_count.assign_add(marks * tf.stack(each))
+        return relative
 
     def _relative_weight(
         self, weight: Weight, kept: tf.Tensor | None
@@ -163,19 +182,26 @@ class Accumulator:
         """Whether a micro-batch that weighs anything had a gradient for a variable."""
         return read(self.gradient_count)[index] > 0
 
-    def reduce(self, indices: Sequence[int]) -> list[tf.Tensor]:
-        """The sums of `indices`, `total` and `dropped`, over all replicas."""
+    def reduce(
+        self, indices: Sequence[int], further: Sequence[tf.Tensor] = ()
+    ) -> Reduced:
+        """The sums of `indices` over all replicas, and those of `further` float tensors.
+
+        In one reduction, for all have the dtype of a sum.
+        """
         added = [i for i in indices if not self.overwrites[i]]
         sums = [read(self.sums[i]) for i in added]
-        *sums, total, dropped = replica.sum_over_replicas(
-            [*sums, read(self.total), read(self.dropped)]
+        others = [tf.cast(tensor, self.scalar_dtype) for tensor in further]
+        total, dropped, *rest = replica.sum_over_replicas(
+            [read(self.total), read(self.dropped), *sums, *others]
         )
-        held = dict(zip(added, sums))
-        return [
-            *[held[i] if i in held else self._maximum(i) for i in indices],
+        held = dict(zip(added, rest))
+        return Reduced(
+            [held[i] if i in held else self._maximum(i) for i in indices],
             total,
             dropped,
-        ]
+            [tf.cast(x, y.dtype) for x, y in zip(rest[len(added) :], further)],
+        )
 
     def _maximum(self, index: int) -> tf.Tensor:
         """The window's maximum over all replicas; the variable's own without one."""
@@ -272,35 +298,6 @@ class Accumulator:
         """Begin a new window."""
         self.micro_step.assign(tf.zeros((), "int64"))
         self.reference_weight.assign(tf.zeros((), self.scalar_dtype))
-
-
-def own_variable(name: str, shape: Sequence[int], dtype: str) -> keras.Variable:
-    return keras.Variable(
-        "zeros",
-        shape=tuple(shape),
-        dtype=dtype,
-        trainable=False,
-        autocast=False,
-        aggregation="sum",
-        synchronization="on_read",
-        name=name,
-    )
-
-
-def _shared_variable(name: str, shape: Sequence[int], dtype: str) -> keras.Variable:
-    return keras.Variable(
-        "zeros",
-        shape=tuple(shape),
-        dtype=dtype,
-        trainable=False,
-        autocast=False,
-        aggregation="only_first_replica",
-        name=name,
-    )
-
-
-def read(variable: keras.Variable) -> tf.Tensor:
-    return tf.convert_to_tensor(variable.value)
 
 
 def _add_to(variable: keras.Variable, amount: tf.Tensor | tf.IndexedSlices) -> None:

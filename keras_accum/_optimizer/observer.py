@@ -1,113 +1,238 @@
-"""What a window is seen to hold besides its sum: norms, and where infinities came from.
+"""What is seen of a window besides its sum, and a log of its updates.
 
-From the gradients of the k micro-batches of a window, with squared norms s_i, and the
-squared norm S of their mean, the two-batch-size estimator of McCandlish et al. (2018, "An
-Empirical Model of Large-Batch Training", appendix A.1) gives
-
-    |G|^2 = (k S - mean s_i) / (k - 1)         of the true gradient
-    tr(C) = (mean s_i - S) / (1 - 1 / k)       of the noise, for one micro-batch
-
-and their quotient, averaged apart over windows, is the gradient noise scale, in
-micro-batches: the batch size from which on a larger one brings little.
+What micro-batches show is in `_core/observed.py`. In a window, replicas see theirs apart;
+it is summed in the one reduction that the gradients take at its end.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from .._core.gradients import Gradient, global_norm, values_of
+from .._backend import replica
+from .._backend.private.optimizers import optimizers_of
+from .._core.gradients import Gradient, global_norm
+from .._core.layer_watch import LayerWatch
+from .._core.observed import Observed, Observer, join
+from .._core.variables import own_variable, read, shared_variable
+
+# Of running means: over about 200 updates.
+_DECAY = 0.995
 
 
-class WindowObserver:
-    """Keeps the norms of a window's gradients, in variables that are never saved.
+class Update(NamedTuple):
+    """What the log holds of the updates so far; floats, as they are read.
 
-    Micro-batches are taken to be equally large. Sparse gradients are left out of the noise:
-    their rows may repeat.
+    Attributes:
+        updates: how many there were.
+        norm: of the last one's mean gradient.
+        clipped_norm: what clipping has left of it.
+        clipped: how many updates were clipped.
+        signal: running mean of the squared norm of the true gradient.
+        noise: running mean of the noise of one sample, over the samples of a step.
+        skipped: how many windows were skipped.
+        infinities: how often a gradient was not finite, in a window or in a part of it
+            that was left out.
+        bad_step: the micro-batch that was not finite last, from 1; 0 if none was.
+        bad_replica: on which replica, from 0.
+        bad_layer: the first layer in it that was not finite, as `LayerWatch` counts.
     """
 
-    def __init__(self) -> None:
-        self._built = False
-        self._dense: set[int] = set()
-
-    def _build(self, count: int) -> None:
-        if self._built:
-            return
-
-        def zeros(*shape: int) -> keras.Variable:
-            return keras.Variable("zeros", shape=shape, trainable=False, autocast=False)
-
-        with tf.init_scope():
-            self.squares, self.count = zeros(), zeros()
-            self.small, self.large, self.length = zeros(), zeros(), zeros()
-            self.clipped_norm = zeros()
-            self.bad, self.bad_step = zeros(count), zeros()
-        self._built = True
+    updates: float
+    norm: float
+    clipped_norm: float
+    clipped: float
+    signal: float
+    noise: float
+    skipped: float
+    infinities: float
+    bad_step: float
+    bad_replica: float
+    bad_layer: float
 
     @property
-    def built(self) -> bool:
-        """Whether a micro-batch was seen."""
-        return self._built
+    def noise_scale(self) -> float:
+        """In samples, over those of a step; NaN if unknown, or noise hides the gradient."""
+        return self.noise / self.signal if self.signal > 0 else float("nan")
+
+
+class UpdateLog:
+    """Notes of updates, in variables that are never saved."""
+
+    built = False
+
+    def build(self, count: int) -> None:
+        """Make the variables, for `count` trained ones."""
+        if not self.built:
+            with tf.init_scope():
+                self._values = shared_variable(
+                    "observed", (len(Update._fields),), "float32"
+                )
+                self._bad = shared_variable("not_finite", (count,), "float32")
+            self.built = True
+
+    def read(self) -> Update:
+        """What is noted, from outside of any function; zeros before any update."""
+        if not self.built:
+            return Update(*[0.0] * len(Update._fields))
+        return Update(*keras.ops.convert_to_numpy(self._values).tolist())
+
+    def bad(self) -> list[int]:
+        """The variables whose gradient was not finite in the last bad micro-batch."""
+        return np.flatnonzero(keras.ops.convert_to_numpy(self._bad)).tolist()
+
+    def note(self, usable: tf.Tensor | bool, **found: tf.Tensor) -> None:
+        """Note an update, if the gradient was usable: its norms, and what gives the noise.
+
+        Args:
+            usable: scalar bool, whether there is an update.
+            found: `norm` and `clipped_norm`; `small`, `large` and `count`, as in
+                `_core/observed.py`; and `steps`, the training steps that it took.
+        """
+        held = Update(*tf.unstack(read(self._values)))
+        norm, clipped_norm, count = found["norm"], found["clipped_norm"], found["count"]
+        others = tf.maximum(count - 1.0, 1.0)
+        signal = (count * found["large"] - found["small"]) / others
+        noise = (found["small"] - found["large"]) / others * found["steps"]
+        known = tf.logical_and(count > 1.0, tf.math.is_finite(signal + noise))
+        # Both means begin at zero alike: their quotient needs no correction.
+        rate = tf.where(known, 1.0 - _DECAY, 0.0)
+        signal, noise = (tf.where(known, x, 0.0) for x in (signal, noise))
+        now = held._replace(
+            updates=held.updates + 1.0,
+            norm=norm,
+            clipped_norm=clipped_norm,
+            clipped=held.clipped + tf.cast(clipped_norm < norm * (1 - 1e-5), "float32"),
+            signal=held.signal + rate * (signal - held.signal),
+            noise=held.noise + rate * (noise - held.noise),
+        )
+        self._values.assign(tf.where(usable, tf.stack(now), tf.stack(held)))
+
+    def note_infinity(
+        self, skipped: tf.Tensor, bad: tf.Tensor, steps: tf.Tensor, layers: tf.Tensor
+    ) -> None:
+        """Note whether a window was not finite, and where that came from.
+
+        Args:
+            skipped: scalar bool.
+            bad: of the variables, above 0 where a gradient was not finite.
+            steps: of each replica, its first bad micro-batch, from 1, or 0.
+            layers: of each replica, its first bad layer then.
+        """
+        held = Update(*tf.unstack(read(self._values)))
+        some = tf.reduce_any(steps > 0)
+        where = tf.argmin(tf.where(steps > 0, steps, steps.dtype.max))
+        first = (steps[where], where, layers[where])
+        names = ("bad_step", "bad_replica", "bad_layer")
+        old = [getattr(held, name) for name in names]
+        new = [
+            tf.where(some, tf.cast(x, "float32"), before) for x, before in zip(first, old)
+        ]
+        found = dict(zip(names, new))
+        found["skipped"] = held.skipped + tf.cast(skipped, "float32")
+        found["infinities"] = held.infinities + tf.cast(some, "float32")
+        self._values.assign(tf.stack(held._replace(**found)))
+        self._bad.assign(tf.where(some, tf.cast(bad, "float32"), read(self._bad)))
+
+
+def to_reduce(seen: Observed, squares: tf.Tensor) -> list[tf.Tensor]:
+    """What replicas have seen, to be summed over them; `squares` as they are to be summed.
+
+    What of each replica is told apart has a place of its own in a vector.
+    """
+    own = tf.one_hot(replica.index(), replica.count())
+    return [squares, seen.count, seen.bad, own * seen.step, own * seen.layer]
+
+
+class WindowObserver(Observer):
+    """Sees the micro-batches of an `AccumOptimizer`, for the time of a `fit`.
+
+    Args:
+        layers: as for `Observer`.
+    """
+
+    def __init__(self, layers: LayerWatch | None = None) -> None:
+        super().__init__(layers)
+        self.log = UpdateLog()
+        self._kept: Observed | None = None
+
+    def build(self, count: int) -> None:
+        """Make the variables, for `count` trained ones."""
+        self.log.build(count)
+        if self._kept is None:
+            with tf.init_scope():
+                self._kept = Observed(
+                    *(
+                        own_variable(name, (count,) if name == "bad" else (), "float32")
+                        for name in Observed._fields
+                    )
+                )
 
     def add(
         self,
         gradients: Sequence[Gradient],
         indices: Sequence[int],
-        factor: tf.Tensor,
         window: Any,
+        *,
+        factor: tf.Tensor,
+        weighs: tf.Tensor,
+        parts: Observed | None,
     ) -> None:
         """Note one micro-batch, before it is counted.
 
         Args:
-            gradients: as they came, scaled.
+            gradients: as they came.
             indices: of their variables.
-            factor: what takes the scale out of them.
-            window: the `Accumulator` that they are added to.
+            window: the `Accumulator` that they were added to.
+            factor: scalar, from the squares of their numbers to those of their mean
+                gradient, times the relative weight.
+            weighs: scalar bool.
+            parts: what was seen of its own micro-batches, if it is a batch that was
+                taken apart in the step.
         """
-        self._build(len(window.sums))
+        held, size = self._held(window), len(window.sums)
+        if parts is None:
+            given = [
+                None if window.overwrites[i] else g for i, g in zip(indices, gradients)
+            ]
+            now = self.see(held, given, indices, factor, weighs)
+        else:
+            squares = tf.math.multiply_no_nan(parts.squares, tf.cast(factor, "float32"))
+            spread = tf.scatter_nd([[i] for i in indices], parts.bad, [size])
+            now = join(held, parts._replace(squares=squares, bad=spread))
+        for variable, value in zip(self._kept or (), now):
+            variable.assign(value)
+
+    def _held(self, window: Any) -> Observed:
+        """What was seen of the window so far."""
         begins = tf.equal(window.micro_step.value, 0)
-        step = tf.cast(window.micro_step.value, "float32") + 1.0
-        zero = tf.zeros(())
-        squares = tf.where(begins, zero, tf.convert_to_tensor(self.squares))
-        bad_step = tf.where(begins, zero, tf.convert_to_tensor(self.bad_step))
-        bad = [zero] * len(window.sums)
-        for gradient, index in zip(gradients, indices):
-            if gradient is None or window.overwrites[index]:
-                continue
-            values = tf.cast(values_of(gradient), "float32") * factor
-            square = 2.0 * tf.nn.l2_loss(values)
-            if not isinstance(gradient, tf.IndexedSlices):
-                self._dense.add(index)
-                squares += square
-            bad[index] = tf.cast(~tf.math.is_finite(square), "float32")
-        here = tf.stack(bad)
-        first = tf.logical_and(tf.equal(bad_step, 0.0), tf.reduce_any(here > 0))
-        self.bad.assign(tf.where(first, here, tf.where(begins, 0.0, self.bad.value)))
-        self.bad_step.assign(tf.where(first, step, bad_step))
-        self.squares.assign(squares)
-        self.count.assign(step)
+        kept = [read(variable) for variable in self._kept or ()]
+        return Observed(*(tf.where(begins, tf.zeros_like(x), x) for x in kept))
 
-    def end(
-        self, indices: Sequence[int], means: Sequence[tf.Tensor], clipped: tf.Tensor
-    ) -> None:
-        """Note an update: the mean gradients, and the norm of what is left of them."""
-        self._build(0)
-        dense = [mean for i, mean in zip(indices, means) if i in self._dense]
-        self.small.assign(self.squares.value / tf.maximum(self.count.value, 1.0))
-        self.large.assign(tf.square(global_norm(dense)))
-        self.length.assign(self.count.value)
-        self.clipped_norm.assign(clipped)
+    def to_reduce(self) -> list[tf.Tensor]:
+        """What is to be summed over replicas at the window's end."""
+        kept = Observed(*(read(variable) for variable in self._kept or ()))
+        return to_reduce(kept, kept.squares)
 
 
-def norm_after_clipping(optimizer: Any, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The norm that the clipping of a Keras optimizer leaves of `gradients`."""
-    norm = global_norm(gradients)
-    if (most := getattr(optimizer, "global_clipnorm", None)) is not None:
-        return tf.minimum(norm, most)
-    if (most := getattr(optimizer, "clipnorm", None)) is not None:
-        norms = [tf.minimum(global_norm([g]), most) for g in gradients]
-        return global_norm(norms)
-    if (most := getattr(optimizer, "clipvalue", None)) is not None:
-        return global_norm([tf.clip_by_value(g, -most, most) for g in gradients])
-    return norm
+def norm_after_clipping(
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Sequence[tf.Tensor],
+    variables: Sequence[keras.Variable],
+) -> tf.Tensor:
+    """The norm that the clipping of a Keras optimizer leaves of the gradients."""
+    left = []
+    for part, held in optimizers_of(optimizer, variables):
+        own = [gradients[i] for i in held]
+        norm = global_norm(own)
+        if (most := getattr(part, "global_clipnorm", None)) is not None:
+            norm = tf.minimum(norm, most)
+        elif (most := getattr(part, "clipnorm", None)) is not None:
+            norms = [tf.minimum(global_norm([g]), most) for g in own]
+            norm = global_norm(norms)
+        elif (most := getattr(part, "clipvalue", None)) is not None:
+            norm = global_norm([tf.clip_by_value(g, -most, most) for g in own])
+        left.append(norm)
+    return left[0] if len(left) == 1 else global_norm(left)

@@ -2,7 +2,8 @@
 
 import tensorflow as tf
 
-from .accumulator import Weight, own_variable, read
+from .._core.variables import own_variable, read
+from .accumulator import Weight
 
 
 class PendingWeight:

@@ -17,6 +17,8 @@ from .._backend.control import run_either
 from .._backend.private.optimizers import trained_by
 from .._core.clipping import clip_adaptively
 from .._core.gradients import all_finite, global_norm
+from .._core.variables import read
+from .accumulator import Reduced
 from .averages import apply_reduced, overwrite_by_averages
 from .observer import norm_after_clipping
 
@@ -45,33 +47,49 @@ class EndOfWindow:
 
     def _update_or_skip(self, indices: Sequence[int]) -> None:
         optimizer = self._optimizer
-        sums = replica.in_replica(self._window.reduce, indices)  # 1, 2
+        reduced = replica.in_replica(self._reduce, indices)  # 1, 2
         scaled = optimizer.scales_dynamically
         if not (scaled or optimizer.on_nonfinite.startswith("skip")):
-            self._update_each(indices, sums)
+            self._update_each(indices, reduced)
             return
-        usable = replica.local_result(replica.in_replica(_usable, sums))  # 4
+        usable = replica.local_result(replica.in_replica(_usable, reduced))  # 4
+        if optimizer.observer is not None:
+            replica.in_replica(self._note_infinity, reduced)
         run_either(
             usable,
-            lambda: self._update_each(indices, sums),
+            lambda: self._update_each(indices, reduced),
             lambda: optimizer.skipped_windows.assign_add(1),
         )
         if scaled:
             self._adapt_scale(usable)
         else:
-            dropped = replica.local_result(replica.in_replica(lambda s: s[-1], sums))
+            dropped = replica.local_result(
+                replica.in_replica(lambda r: r.dropped, reduced)
+            )
             optimizer.skipped_micro_batches.assign_add(tf.cast(dropped, "int64"))
 
-    def _update_each(self, indices: Sequence[int], sums: Any) -> None:
-        replica.in_replica(self._step, indices, sums)
+    def _reduce(self, indices: Sequence[int]) -> Reduced:
+        observer = self._optimizer.observer
+        if observer is None:
+            return self._window.reduce(indices)
+        observer.build(len(self._variables))
+        return self._window.reduce(indices, observer.to_reduce())
+
+    def _note_infinity(self, reduced: Reduced) -> None:
+        _, _, bad, steps, layers = reduced.further
+        log = self._optimizer.observer.log
+        log.note_infinity(~_usable(reduced), bad, steps, layers)
+
+    def _update_each(self, indices: Sequence[int], reduced: Any) -> None:
+        replica.in_replica(self._step, indices, reduced)
         overwrite_by_averages(self._optimizer.inner_optimizer)
 
-    def _step(self, indices: Sequence[int], sums: Sequence[tf.Tensor]) -> None:
+    def _step(self, indices: Sequence[int], reduced: Reduced) -> None:
         """Make one step of the inner optimizer with the mean gradient of the window."""
-        window, optimizer = self._window, self._optimizer
+        window, optimizer, sums = self._window, self._optimizer, reduced.sums
         variables = [self._variables[i] for i in indices]
         replaced = [window.overwrites[i] for i in indices]
-        divisor = self._divisor(total=sums[-2])  # 3 and 5, in one division
+        divisor = self._divisor(reduced.total)  # 3 and 5, in one division
         norm = global_norm([s for s, as_is in zip(sums, replaced) if not as_is])
         norm = tf.math.divide_no_nan(norm, tf.cast(divisor, norm.dtype))
         optimizer.last_gradient_norm.assign(norm)  # 6
@@ -81,16 +99,48 @@ class EndOfWindow:
             weights = [tf.convert_to_tensor(v) for v in variables]
             clipped = clip_adaptively(grads, weights, factor)
             grads = [g if r else c for g, c, r in zip(grads, clipped, replaced)]
-        if (observer := optimizer.observer) is not None:
-            own = [g for g, as_is in zip(grads, replaced) if not as_is]
-            clipped = norm_after_clipping(optimizer.inner_optimizer, own)
-            observer.end(indices, means, clipped)
+        if optimizer.observer is not None:
+            gradients = [i for i, as_is in enumerate(replaced) if not as_is]
+            self._note_update(
+                [indices[i] for i in gradients],
+                [means[i] for i in gradients],
+                [grads[i] for i in gradients],
+                reduced,
+            )
         if hasattr(optimizer.inner_optimizer, "optimizers"):
             # A MultiOptimizer takes the gradients of all variables, some of them None.
             held = dict(zip(indices, grads))
             variables = self._variables
             grads = [held.get(i) for i in range(len(variables))]
         apply_reduced(optimizer.inner_optimizer, grads, variables)  # 7, its own, and 8
+
+    def _note_update(
+        self,
+        indices: Sequence[int],
+        means: Sequence[tf.Tensor],
+        grads: Sequence[tf.Tensor],
+        reduced: Reduced,
+    ) -> None:
+        """Note the norms of an update: of the means, and of what clipping leaves."""
+        optimizer, observer = self._optimizer, self._optimizer.observer
+        variables = [self._variables[i] for i in indices]
+        squares, count, *_ = reduced.further
+        steps = tf.cast(self._window.micro_step.value, "float32")
+        # Added up, a micro-batch has the part 1 / k of the update and no weight.
+        total = tf.cast(reduced.total, "float32")
+        small = squares * total
+        if self._window.weighted:
+            small = tf.math.divide_no_nan(squares, total)
+        dense = [m for i, m in zip(indices, means) if i in observer.dense]
+        observer.log.note(
+            True,
+            norm=read(optimizer.last_gradient_norm),
+            clipped_norm=norm_after_clipping(optimizer.inner_optimizer, grads, variables),
+            small=small,
+            large=tf.square(global_norm(dense)),
+            count=count,
+            steps=steps,
+        )
 
     def _divisor(self, total: tf.Tensor) -> tf.Tensor:
         """What the window's sum is divided by: its weight, times the loss scale."""
@@ -143,8 +193,9 @@ def _is_trained(variable: keras.Variable) -> bool:
     return getattr(variable, "trainable", True)
 
 
-def _usable(sums: Sequence[tf.Tensor]) -> tf.Tensor:
+def _usable(reduced: Reduced) -> tf.Tensor:
     """Whether the reduced window may be applied: finite, and not dropped whole."""
-    *gradients, total, dropped = sums
-    emptied = tf.logical_and(tf.equal(total, 0.0), tf.greater(dropped, 0.0))
-    return tf.logical_and(all_finite(gradients), tf.logical_not(emptied))
+    emptied = tf.logical_and(
+        tf.equal(reduced.total, 0.0), tf.greater(reduced.dropped, 0.0)
+    )
+    return tf.logical_and(all_finite(reduced.sums), tf.logical_not(emptied))

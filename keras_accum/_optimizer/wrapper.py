@@ -36,6 +36,7 @@ from .._backend.sizes import bytes_of
 from .._backend.warn import warn
 from .._core.checks import check_option, refuse_unknown_arguments
 from .._core.gradients import Gradient, all_finite, check_gradients, name_of
+from .._core.observed import Observed
 from .accumulator import Accumulator, Weight, after
 from .announced import announce_weight, heard_weight
 from .arguments import (
@@ -461,8 +462,13 @@ class AccumOptimizer(ScalesLoss):
         grads: Sequence[Gradient],
         trainable_variables: Sequence[keras.Variable] | None,
         weight: Weight,
+        parts: Observed | None = None,
     ) -> None:
-        """`apply`, for a weight that says what counts in a window that weighs nothing."""
+        """`apply`, for a weight that says what counts in a window that weighs nothing.
+
+        With `parts`, what was seen of the micro-batches of a batch that the step took
+        apart, if it was.
+        """
         grads = list(grads)
         if not grads:
             return
@@ -475,16 +481,25 @@ class AccumOptimizer(ScalesLoss):
         with_gradient = [i for i, g in zip(indices, grads) if g is not None]
         self._warn_of_missing(with_gradient)
         screened = [v for v, g in zip(variables, grads) if g is not None]
-        guards, kept = self._screen(given, screened, value)
+        guards, kept = self._screen(given, screened, value, parts)
         with tf.control_dependencies([*guards, *checks]):
             share = self._pending_weight.share()
-            if self.observer is not None:
-                factor = 1.0 / tf.cast(share, "float32")
-                if (scale := self._scale()) is not None:
-                    factor /= tf.cast(tf.convert_to_tensor(scale), "float32")
-                self.observer.add(grads, indices, factor, window)
-            window.add(grads, indices, Weight(value, weight.samples), share, kept)
+            relative = window.add(
+                grads, indices, Weight(value, weight.samples), share, kept
+            )
             with tf.control_dependencies(after(given)):
+                if self.observer is not None:
+                    factor = tf.square(self._gradient_factor(share, parts))
+                    factor *= tf.cast(relative, "float32")
+                    self.observer.build(len(window.sums))
+                    self.observer.add(
+                        grads,
+                        indices,
+                        window,
+                        factor=factor,
+                        weighs=tf.not_equal(value, 0.0),
+                        parts=parts,
+                    )
                 self._pending_weight.clear()
                 replica.in_cross_replica(
                     lambda: run_if(
@@ -492,6 +507,15 @@ class AccumOptimizer(ScalesLoss):
                         lambda: EndOfWindow(self).update(with_gradient),
                     )
                 )
+
+    def _gradient_factor(self, share: tf.Tensor, parts: Observed | None) -> tf.Tensor:
+        """From gradients as they come to the mean gradient that they stand for."""
+        factor = 1.0 / tf.cast(share, "float32")
+        if self.reduction == "mean" and parts is None:
+            factor *= replica.count()  # As the accumulator does.
+        if (scale := self._scale()) is not None:
+            factor /= tf.cast(tf.convert_to_tensor(scale), "float32")
+        return factor
 
     def _check(
         self, grads: list[Gradient], variables: Sequence[keras.Variable] | None
@@ -551,6 +575,7 @@ class AccumOptimizer(ScalesLoss):
         grads: Sequence[tf.Tensor | tf.IndexedSlices],
         variables: Sequence[keras.Variable],
         weight: tf.Tensor,
+        parts: Observed | None,
     ) -> tuple[list[tf.Operation], tf.Tensor | None]:
         """By `on_nonfinite`: what must hold before anything changes, and what to keep.
 
@@ -564,7 +589,36 @@ class AccumOptimizer(ScalesLoss):
         if self.on_nonfinite == "skip_micro_batch":
             return [], usable
         names = [name_of(v) for v in variables]
-        return [_assert_finite(usable, grads, names, self._accumulator.micro_step)], None
+        return [self._assert_finite(usable, grads, names, parts)], None
+
+    def _assert_finite(
+        self,
+        finite: tf.Tensor,
+        gradients: Sequence[tf.Tensor | tf.IndexedSlices],
+        names: Sequence[str],
+        parts: Observed | None,
+    ) -> tf.Operation:
+        if compiled_by_xla():
+            raise ValueError(
+                "Received `on_nonfinite='raise'` in a function that XLA compiles, where "
+                "nothing can be raised. Pass `jit_compile=False` to `model.compile`, or "
+                "use 'skip_window' or 'skip_micro_batch'."
+            )
+        bad = tf.boolean_mask(names, tf.stack([~all_finite([g]) for g in gradients]))
+        message: list[Any] = [
+            "A gradient holds an infinity or a NaN. Nothing was added to the window. Use "
+            "on_nonfinite='skip_window' or 'skip_micro_batch' to train on without it.",
+            "Micro-batch of the window, from 1:",
+            tf.convert_to_tensor(self._accumulator.micro_step.value) + 1,
+            *([] if parts is None else ["in it:", tf.cast(parts.step, "int32")]),
+            "Variables:",
+            tf.strings.reduce_join(bad, separator=", "),
+        ]
+        if self.observer is not None and self.observer.layers is not None:
+            layers = self.observer.layers
+            place = layers.seen() if parts is None else parts.layer
+            message += ["First layer:", tf.gather(layers.said, tf.cast(place, "int32"))]
+        return tf.debugging.Assert(finite, message)
 
     def _next_length(self) -> tf.Tensor:
         if self._schedule is None:
@@ -670,31 +724,3 @@ def _await_values(variables: Sequence[keras.Variable]) -> bool:
     with tf.init_scope():
         values = [getattr(variable, "value", variable) for variable in variables]
         return any(isinstance(v, tf.Variable) and not v.is_initialized() for v in values)
-
-
-def _assert_finite(
-    finite: tf.Tensor,
-    gradients: Sequence[tf.Tensor | tf.IndexedSlices],
-    names: Sequence[str],
-    micro_step: keras.Variable,
-) -> tf.Operation:
-    if compiled_by_xla():
-        raise ValueError(
-            "Received `on_nonfinite='raise'` in a function that XLA compiles, where "
-            "nothing can be raised. Pass `jit_compile=False` to `model.compile`, or use "
-            "'skip_window' or 'skip_micro_batch'."
-        )
-    return tf.debugging.Assert(
-        finite,
-        [
-            "A gradient holds an infinity or a NaN. Nothing was added to the window. Use "
-            "on_nonfinite='skip_window' or 'skip_micro_batch' to train on without it.",
-            "Micro-batch of the window, from 1:",
-            tf.convert_to_tensor(micro_step.value) + 1,
-            "Variables:",
-            tf.strings.reduce_join(
-                tf.boolean_mask(names, tf.stack([~all_finite([g]) for g in gradients])),
-                separator=", ",
-            ),
-        ],
-    )

@@ -57,6 +57,7 @@ from .._core.own_loss import nothing_moves
 from .._optimizer.accumulator import Weight
 from .._optimizer.arguments import check_step_optimizer
 from .._optimizer.averages import apply_reduced, overwrite_by_averages
+from .observer import note_update, observer_of
 from .settings import Settings
 from .terms import (
     accumulates,
@@ -146,6 +147,7 @@ def accumulate_model(
         parts=len(terms.compiled),
         divisor_of=_divisor(model, rows),
         jit_compile=jit_compile,
+        observer=observer_of(model),
     )
     if hook is None:
         weight = window_weight(terms, rows, totals)
@@ -214,12 +216,10 @@ def _apply(model: keras.Model, found: BatchGradients) -> None:
     gradients = _zeros_where_others_have_gradients(found.gradients, variables)
     if accumulates(optimizer):
         weight = Weight(found.weight, tf.convert_to_tensor(found.rest))
-        optimizer.apply_weighted(gradients, variables, weight)
+        optimizer.apply_weighted(gradients, variables, weight, found.observed)
         return
-    given = [i for i, g in enumerate(gradients) if g is not None]
-    reduced = replica.sum_over_replicas([gradients[i] for i in given])
-    held = dict(zip(given, reduced))
-    apply_reduced(optimizer, [held.get(i) for i in range(len(variables))], variables)
+    reduced = note_update(model, found, gradients)
+    apply_reduced(optimizer, reduced, variables)
     replica.in_cross_replica(lambda: overwrite_by_averages(optimizer))
 
 

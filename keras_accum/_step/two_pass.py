@@ -41,6 +41,7 @@ from .._core.gradients import scalar_dtype
 from .._core.loop import Split, for_each_micro_batch, rows_of, take
 from .._core.loss import LossTerm, describe, loss_of_none
 from .._core.moving_state import warn_of_moved
+from .observer import observer_of
 from .terms import (
     accumulates,
     adds_up,
@@ -117,14 +118,27 @@ def accumulate_coupled(
         return tf.add_n(carried) if carried else tf.zeros((), dtype), None, []
 
     found = value_and_gradients(
-        loss_of, variables, (x, cotangents), split, "sum", jit_compile=jit_compile
+        loss_of,
+        variables,
+        (x, cotangents),
+        split,
+        "sum",
+        jit_compile=jit_compile,
+        observer=observer_of(model),
     )
     # What does not pass through the arguments is the same on all replicas.
     direct = [d if d is None else tf.convert_to_tensor(d) / replicas for d in direct]
     gradients = [_sum(g, d) for g, d in zip(found.gradients, direct)]
     loss = tf.cast(loss, dtype)
     weight = _weight(model, batch, compiled, seen, all_rows) / replicas
-    return BatchGradients(loss, gradients, weight, parts, all_rows, 1.0)
+    return found._replace(
+        loss=loss,
+        gradients=gradients,
+        weight=weight,
+        parts=parts,
+        divisor=all_rows,
+        rest=1.0,
+    )
 
 
 def _compute_metrics(

@@ -216,6 +216,7 @@ LOUD = {
     "models.scalar_metrics": "replaces an attribute, or raises",
     "models.parts_left_unbuilt": "sets attributes that have a canary",
     "optimizers.children_of": "calls a method, or raises",
+    "optimizers.optimizers_of": "reads attributes, or raises",
     "optimizers.restore_deferred": "calls methods that have a canary",
     "optimizers.track_variable": "calls a method, or raises",
     "randomness.random_state_kept": "puts back what has canaries",

@@ -986,6 +986,87 @@ def one_reduction_per_window_and_type(strategy, mode):
             break
 
 
+@scenario("reductions")
+def a_monitor_sees_the_micro_batches_of_all_replicas(strategy, mode):
+    """Noise, norms and clipping as on one device with the same micro-batches."""
+    arrays = data(12)
+
+    def inner():
+        return keras.optimizers.SGD(0.01, global_clipnorm=0.1)
+
+    def logged(optimizer, strategy=None, counted=0, **how):
+        monitor = ka.AccumulationMonitor(noise_scale=True, verbose=0)
+        REDUCTIONS.start()
+        how = {"loss": "mse", "callbacks": [monitor], **how}
+        _, logs = train(dense_model, arrays, optimizer, strategy, mode, **how)
+        # As many as without the monitor, in two epochs.
+        assert int(REDUCTIONS.counts[0]) == counted, REDUCTIONS.counts
+        return [logs[name] for name in KEYS]
+
+    def compared(found, expected):
+        assert np.isfinite(expected).all() and expected[3] == 1.0
+        assert_close(found, expected, 1e-4)
+
+    sums = keras.losses.MeanSquaredError(reduction="sum")
+    for reduction, how in (("mean", {}), ("sum", {"loss": sums})):
+        three, six = (accumulating(inner, steps, reduction=reduction) for steps in (3, 6))
+        expected = logged(six, batch_size=2, **how)
+        compared(logged(three, strategy, 2, batch_size=4, **how), expected)
+        # The control: the micro-batches of 4 that Keras gives both replicas.
+        assert_differ(logged(three, batch_size=4, **how)[:1], expected[:1], 0.01)
+        if mode == "eager":
+            break
+    small = {"split": {"micro_batch_size": 2}}
+    # The number of samples before, and in eager mode which gradients there are.
+    counted = 4 if mode == "graph" else 6
+    compared(logged(inner, strategy, counted, **small), logged(inner, **small))
+    if mode == "graph":
+        one = accumulating(inner, 1)
+        compared(logged(one, strategy, 2, **small), logged(one, **small))
+
+
+KEYS = ("noise_scale", "gradient_norm", "clipped_gradient_norm", "clipped_share")
+
+
+@scenario("reductions", "graph")
+def what_was_not_finite_is_named_with_its_replica(strategy, mode):
+    """Sample 7 of 12 is in the second micro-batch, and among four on replica 1."""
+    x, y = data(12)
+    x[7] = np.nan
+    for optimizer, split, unit in (
+        (accumulating(steps=3, on_nonfinite="skip_window"), None, "window"),
+        (lambda: keras.optimizers.LossScaleOptimizer(sgd()), 2, "step"),
+    ):
+        how = {"batch_size": 4} if split is None else {"split": {"micro_batch_size": 2}}
+        monitor = ka.AccumulationMonitor(check_numerics=True, verbose=0)
+        told = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())  # noqa: B023
+        logging.getLogger("keras_accum").addHandler(handler)
+        model, logs = train(
+            dense_model,
+            (x, y),
+            optimizer,
+            strategy,
+            mode,
+            loss="mse",
+            epochs=1,
+            callbacks=[monitor],
+            **how,
+        )
+        logging.getLogger("keras_accum").removeHandler(handler)
+        names = ", ".join(v.path for v in model.trainable_variables[:3])
+        step, place = (2, 2) if split is None else (1, 2)
+        line = (
+            f"A {unit} was skipped after update 0: in micro-batch {step} of the {unit} on "
+            f"replica {place}, the gradient of {names} and 1 more was not finite. First "
+            f"layer whose output was not finite: {model.layers[1].path}."
+        )
+        assert line in told, told
+        assert logs["skipped_windows"] == 1 and logs["updates"] == 0
+        assert all("call" not in vars(layer) for layer in model.layers)
+
+
 # ------------------------------------------------------------- coupled losses, refusals
 
 

@@ -1,6 +1,7 @@
 """What an optimizer that wraps another needs of Keras's and TensorFlow's base classes."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -64,6 +65,23 @@ def index_of(optimizer: Any, variable: keras.Variable) -> int | None:
     """The place of `variable` among those that `optimizer` was built with, or None."""
     key = optimizer._var_key(variable)
     return optimizer._trainable_variables_indices.get(key)
+
+
+def optimizers_of(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+) -> list[tuple[keras.optimizers.Optimizer, list[int]]]:
+    """The optimizers that update `variables`, and the places of those of each.
+
+    That is `optimizer` itself, but for the parts of a `MultiOptimizer`.
+    """
+    parts = getattr(optimizer, "optimizers", None)
+    if parts is None:
+        return [(optimizer, list(range(len(variables))))]
+    which = [optimizer._var_to_optimizer_idx[optimizer._var_key(v)] for v in variables]
+    return [
+        (part, [i for i, of in enumerate(which) if of == number])
+        for number, part in enumerate(parts)
+    ]
 
 
 def compiling() -> tuple[keras.Model, bool] | None:
