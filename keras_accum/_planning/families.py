@@ -147,8 +147,10 @@ def choices_of(model: keras.Model) -> Choices | None:
 
     None for a model that cannot be traced or cut, or is recomputed already.
     """
+    # In eager mode the second pass computes all, also what is kept.
+    keeps = not getattr(model, "run_eagerly", False)
     parts = [
-        Part(block, None, None, as_parts(products_inside(block)))
+        Part(block, None, None, as_parts(products_inside(block) if keeps else []))
         for block in repeated_blocks(model)
     ]
     try:

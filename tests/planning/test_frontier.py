@@ -297,6 +297,9 @@ def test_products_of_a_block_are_kept_where_little_has_to_go():
         with switch_on(model, option) as handle:
             assert (handle.layers, handle.kept) == said
         assert said[0] == choices.everything[: len(option)] and said[1] == PRODUCTS
+    # In eager mode, what is kept would be computed again all the same.
+    model.compile("sgd", "mse", run_eagerly=True)
+    assert choices_of(model).subset(0.2)[0] == ("attention_0",)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.9])
