@@ -23,6 +23,7 @@ import numpy as np
 from keras_accum._planning.families import Switch, choices_of
 from keras_accum._planning.filled import FilledSearch
 from keras_accum._planning.measure import StepProfiler
+from keras_accum._planning.plan import describe
 from keras_accum._planning.search import Fixed, Patience, Search
 
 layers = keras.layers
@@ -231,10 +232,10 @@ def main() -> None:
         used = (trial.peak_bytes - profiler.held.total) / activations
         ratio = seconds[trial.recompute] / seconds[False]
         bound = 1 + 1.1 * (1 - share) * overhead
-        line = (
-            f"budget {share:.0%}: memory {used:.2f}, time {ratio:.3f}, bound {bound:.3f}"
+        print(
+            f"budget {share:.0%}: memory {used:.2f}, time {ratio:.3f}, bound {bound:.3f} "
+            f"({describe(trial.recompute)})"
         )
-        print(line)
 
 
 if __name__ == "__main__":
