@@ -7,18 +7,12 @@ that a slow minute of the machine falls on all alike. Figures are medians over
 rounds, comparisons are ratios of medians.
 """
 
-import contextlib
-import ctypes
 import dataclasses
 import functools
 import json
 import os
 import platform
-import resource
-import statistics
-import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,6 +24,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 import tensorflow as tf
+from timing import Timing, time_windows
 
 Arrays = tuple[np.ndarray, np.ndarray]
 
@@ -155,44 +150,6 @@ def endless_batches(workload: Workload, rows: int, count: int = 4) -> tf.data.Da
     return tf.data.Dataset.from_tensor_slices(batched).repeat()
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Seconds that one window took, a value for each round."""
-
-    cpu: list[float]
-    wall: list[float]
-
-    @property
-    def median(self) -> float:
-        """The median of CPU time."""
-        return statistics.median(self.cpu)
-
-    @property
-    def wall_median(self) -> float:
-        """The median of wall time."""
-        return statistics.median(self.wall)
-
-    @property
-    def spread(self) -> float:
-        """Half the distance of the quartiles of CPU time, as a part of the median."""
-        low, _, high = statistics.quantiles(self.cpu, n=4, method="inclusive")
-        return (high - low) / 2 / self.median
-
-
-def cpu_seconds() -> float:
-    """Returns user and system time of this process, all threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def time_windows(run_window: Callable[[], object], windows: int) -> tuple[float, float]:
-    """Returns the CPU and wall seconds of one window, averaged over `windows`."""
-    cpu, wall = cpu_seconds(), time.perf_counter()
-    for _ in range(windows):
-        run_window()
-    return (cpu_seconds() - cpu) / windows, (time.perf_counter() - wall) / windows
-
-
 def measure(
     methods: Mapping[str, Callable[[], object]],
     *,
@@ -265,44 +222,3 @@ def write_json(path: Path, cases: Sequence[Mapping[str, object]]) -> None:
     """Writes the machine and the cases that were measured on it."""
     report = {"machine": describe_machine(), "cases": cases}
     path.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def compile_library(folder: str) -> Path:
-    """Makes the library that counts the heap in `folder`; it needs a C compiler."""
-    source = Path(__file__).with_name("malloc_count.c")
-    library = Path(folder) / "malloc_count.so"
-    command = ["cc", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)]
-    subprocess.run(command, check=True)
-    return library
-
-
-@contextlib.contextmanager
-def counting_heap(library: Path) -> Iterator[None]:
-    """Has processes that start inside load `library`; each tensor is an allocation there.
-
-    With oneDNN, TensorFlow takes tensors from a pool of its own instead.
-    """
-    changes = {"LD_PRELOAD": str(library), "TF_ENABLE_ONEDNN_OPTS": "0"}
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def heap() -> tuple[Callable[[], int], Callable[[Callable[[], object]], int]]:
-    """Returns two functions: the bytes in use, and the most in use while a third runs."""
-    counter = ctypes.CDLL(None)
-    counter.heap_live.restype = counter.heap_peak.restype = ctypes.c_long
-
-    def peak(function: Callable[[], object]) -> int:
-        counter.heap_reset()
-        function()
-        return counter.heap_peak()
-
-    return counter.heap_live, peak

@@ -26,7 +26,8 @@ from pathlib import Path
 
 import keras
 import numpy as np
-from common import build_cnn, cpu_seconds, format_table, in_own_process, write_json
+from common import build_cnn, format_table, in_own_process, write_json
+from timing import cpu_seconds
 
 import keras_accum
 

@@ -28,7 +28,6 @@ import keras
 import tensorflow as tf
 from common import (
     WORKLOADS,
-    Timing,
     endless_batches,
     format_table,
     in_own_process,
@@ -36,6 +35,7 @@ from common import (
     measure,
     write_json,
 )
+from timing import Timing
 from windows import (
     Case,
     Target,

@@ -39,17 +39,15 @@ import tensorflow as tf
 from common import (
     Arrays,
     Workload,
-    compile_library,
-    counting_heap,
-    cpu_seconds,
     format_table,
-    heap,
     in_own_process,
     make_model,
     measure,
     write_json,
 )
+from heap import compile_library, counting_heap, heap
 from keras import layers
+from timing import cpu_seconds
 
 import keras_accum
 from keras_accum._core.loop import compiles_loop

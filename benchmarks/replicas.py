@@ -34,10 +34,11 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from common import WORKLOADS, Timing, format_table, make_model, measure, write_json
+from common import WORKLOADS, format_table, make_model, measure, write_json
 
 # Private: the public `CommunicationOptions` count nothing.
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
+from timing import Timing
 from windows import Window, ratio, show, wall_ratio
 
 import keras_accum

@@ -12,9 +12,7 @@ its own; the median of 5 steps is taken, after 3 unmeasured ones.
 """
 
 import argparse
-import gc
 import itertools
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -24,13 +22,11 @@ import numpy as np
 import tensorflow as tf
 from common import (
     WORKLOADS,
-    compile_library,
-    counting_heap,
     format_table,
-    heap,
     in_own_process,
     write_json,
 )
+from heap import compile_library, counting_heap, peak_above_level
 from windows import Case, compile_model
 
 import keras_accum
@@ -59,15 +55,7 @@ def peak_of_a_step(case: Case, rows: int, micro_batch: int | None) -> float:
     model = compile_model(case, keras.optimizers.Adam(), prepare=prepare)
     samples = case.workload.sample(rows, np.random.default_rng(0))
     x, y = (tf.constant(each) for each in samples)
-    level, peak = heap()
-    for _ in range(3):
-        model.train_on_batch(x, y)
-    gc.collect()
-    peaks = []
-    for _ in range(5):
-        before = level()
-        peaks.append(peak(lambda: model.train_on_batch(x, y)) - before)
-    return statistics.median(peaks)
+    return peak_above_level(lambda: model.train_on_batch(x, y))
 
 
 def parameter_bytes(case: Case) -> int:

@@ -32,12 +32,12 @@ from pathlib import Path
 import keras
 from common import (
     WORKLOADS,
-    Timing,
     format_table,
     in_own_process,
     measure,
     write_json,
 )
+from timing import Timing
 from windows import (
     Case,
     Target,

@@ -18,7 +18,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from common import WORKLOADS, Timing, Workload, endless_batches, make_model
+from common import WORKLOADS, Workload, endless_batches, make_model
+from timing import Timing
 
 Window = Callable[[], object]
 
