@@ -8,23 +8,19 @@ import subprocess
 import sys
 
 import keras
-import numpy as np
 import pytest
+import readme_code
+from readme_code import README, blocks
 
 import keras_accum as ka
 
 ROOT = pathlib.Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
 
 
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 # They make strategies, of which a process can have one.
 IN_A_PROCESS = {"guides/several_gpus.md", "guides/several_machines.md"}
-
-
-def blocks(language, text=README):
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 def program(page):
@@ -104,22 +100,7 @@ def test_readme_has_two_commands_and_ci_runs_them():
 
 @pytest.mark.parametrize("code", blocks("python"))
 def test_readme_code_runs_as_it_stands(code):
-    keras.utils.set_random_seed(0)
-    dense = keras.layers.Dense
-    hidden = [dense(4, "tanh") for _ in range(6)]
-    model = keras.Sequential([keras.Input((4,)), *hidden, dense(1)])
-    before = [w.copy() for w in model.get_weights()]
-    rng = np.random.default_rng(0)
-    names = {
-        "model": model,
-        "ka": ka,
-        "keras": keras,
-        "x": rng.normal(size=(256, 4)),
-        "y": np.ones((256, 1)),
-    }
-    exec(code, names)
-    assert int(model.optimizer.iterations) == 2
-    assert np.abs(model.get_weights()[0] - before[0]).max() > 0
+    readme_code.run(code)
 
 
 def test_readme_names_what_is_public():
