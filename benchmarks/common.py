@@ -24,9 +24,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 import tensorflow as tf
+from samples import Arrays, sample_images, sample_tokens, sample_vectors
 from timing import Timing, time_windows
 
-Arrays = tuple[np.ndarray, np.ndarray]
+Layers = Any  # `keras`, or another module that has its names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,69 +47,44 @@ class Workload:
     loss: str
 
 
-def build_mlp(width: int = 1024) -> keras.Model:
+def build_mlp(width: int = 1024, k: Layers = keras) -> keras.Model:
     """Six dense layers; of 1,024 units, 6.3 million weights and little arithmetic."""
-    layers = [keras.layers.Dense(width, activation="relu") for _ in range(6)]
-    return keras.Sequential([keras.Input((width,)), *layers])
+    layers = [k.layers.Dense(width, activation="relu") for _ in range(6)]
+    return k.Sequential([k.Input((width,)), *layers])
 
 
-def build_cnn() -> keras.Model:
+def build_cnn(k: Layers = keras) -> keras.Model:
     """Four convolutions on 32 x 32 images: 0.1 million weights, much arithmetic."""
 
     def convolution(filters: int, strides: int) -> keras.layers.Layer:
-        return keras.layers.Conv2D(
+        return k.layers.Conv2D(
             filters, 3, strides=strides, padding="same", activation="relu"
         )
 
-    return keras.Sequential(
+    return k.Sequential(
         [
-            keras.Input((32, 32, 3)),
+            k.Input((32, 32, 3)),
             convolution(16, 1),
             convolution(32, 2),
             convolution(64, 2),
             convolution(128, 2),
-            keras.layers.GlobalAveragePooling2D(),
-            keras.layers.Dense(10, activation="softmax"),
+            k.layers.GlobalAveragePooling2D(),
+            k.layers.Dense(10, activation="softmax"),
         ]
     )
 
 
-def build_transformer(mask_zero: bool = False) -> keras.Model:
+def build_transformer(mask_zero: bool = False, k: Layers = keras) -> keras.Model:
     """Two pre-norm blocks of width 128 on 64 tokens, with a sparse embedding."""
-    tokens = keras.Input((64,), dtype="int32")
-    x = keras.layers.Embedding(1000, 128, mask_zero=mask_zero)(tokens)
+    tokens = k.Input((64,), dtype="int32")
+    x = k.layers.Embedding(1000, 128, mask_zero=mask_zero)(tokens)
     for _ in range(2):
-        h = keras.layers.LayerNormalization()(x)
-        x = x + keras.layers.MultiHeadAttention(4, 32)(h, h)
-        h = keras.layers.LayerNormalization()(x)
-        h = keras.layers.Dense(512, activation="relu")(h)
-        x = x + keras.layers.Dense(128)(h)
-    return keras.Model(tokens, keras.layers.Dense(1000, activation="softmax")(x))
-
-
-def sample_vectors(rows: int, rng: np.random.Generator, width: int = 1024) -> Arrays:
-    """Draws input and target vectors of `width` standard normal values."""
-    x, y = rng.standard_normal((2, rows, width), dtype=np.float32)
-    return x, y
-
-
-def sample_images(rows: int, rng: np.random.Generator) -> Arrays:
-    """Draws 32 x 32 colour images of noise and one of ten labels for each."""
-    x = rng.standard_normal((rows, 32, 32, 3), dtype=np.float32)
-    return x, rng.integers(0, 10, rows)
-
-
-def sample_tokens(
-    rows: int, rng: np.random.Generator, longest_padding: int = 0
-) -> Arrays:
-    """Draws 64 tokens of 1,000 a row; the target is the token that follows.
-
-    Up to `longest_padding` tokens at the end of a row are 0.
-    """
-    x = rng.integers(1, 1000, (rows, 65), dtype=np.int32)
-    padding = rng.integers(0, longest_padding + 1, rows)
-    x[np.arange(65) >= 65 - padding[:, None]] = 0
-    return x[:, :-1], x[:, 1:]
+        h = k.layers.LayerNormalization()(x)
+        x = x + k.layers.MultiHeadAttention(4, 32)(h, h)
+        h = k.layers.LayerNormalization()(x)
+        h = k.layers.Dense(512, activation="relu")(h)
+        x = x + k.layers.Dense(128)(h)
+    return k.Model(tokens, k.layers.Dense(1000, activation="softmax")(x))
 
 
 WORKLOADS = {

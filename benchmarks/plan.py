@@ -52,7 +52,8 @@ from timing import cpu_seconds
 import keras_accum
 from keras_accum._core.loop import compiles_loop
 from keras_accum._planning.measure import StepProfiler
-from keras_accum._planning.planner import _samples, _switch_on
+from keras_accum._planning.plan import switch_on
+from keras_accum._planning.planner import _samples
 from keras_accum._planning.search import candidates
 from keras_accum._planning.transaction import preserving_state
 
@@ -236,7 +237,7 @@ def peaks_of(case: Case, kinds: Sequence[Kind]) -> dict[Kind, int]:
     model, samples = prepare(case)
     batch = as_tensors(samples)
     with preserving_state(model):
-        profiler = StepProfiler(model, batch, _switch_on)
+        profiler = StepProfiler(model, batch, switch_on)
         return {kind: profiler.measure(*kind, timed=False).peak_bytes for kind in kinds}
 
 
@@ -244,7 +245,7 @@ def seconds_of(case: Case, kinds: Sequence[Kind]) -> dict[Kind, float]:
     """The CPU seconds of a step of each kind, which take turns."""
     model, samples = prepare(case)
     batch = as_tensors(samples)
-    profiler, steps = StepProfiler(model, batch, _switch_on), {}
+    profiler, steps = StepProfiler(model, batch, switch_on), {}
     for kind in kinds:
         with profiler.configured(*kind):
             steps[kind] = profiler.step(*kind, batch)
@@ -279,7 +280,7 @@ def count_memory(case: Case, size: int, recompute: Any) -> tuple[int, int]:
     model.optimizer.build(model.trainable_variables)
     x, y, _ = as_tensors(samples)
     if recompute:
-        _switch_on(model, recompute)
+        switch_on(model, recompute)
     keras_accum.accumulate(model, micro_batch_size=size)
     level, peak = heap() if compiles_loop(model) else _allocator()
     before = level()
