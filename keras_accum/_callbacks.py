@@ -225,22 +225,9 @@ class AccumulationMonitor(keras.callbacks.Callback):
                 if self.model.built:
                     observer.log.build(len(self.model.trainable_weights))
         self.model.make_train_function(force=True)
-        self.model.train_function = self._unless_it_fails(self.model.train_function)
+        train = self.model.train_function
+        self.model.train_function = _UnlessItFails(train, self._stop_observing)
         self._watch()
-
-    def _unless_it_fails(self, train: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`train`, after whose failure nothing is observed; callbacks are told nothing."""
-
-        def step(iterator: Any) -> Any:
-            try:
-                return train(iterator)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                raise
-            except BaseException:
-                self._stop_observing()
-                raise
-
-        return step
 
     def _stop_observing(self) -> None:
         if not self.detailed:
@@ -420,6 +407,32 @@ class AccumulationMonitor(keras.callbacks.Callback):
             logs["samples_per_second"] = seen / (time.perf_counter() - self._began)
         if (peak := peak_bytes()) is not None:
             logs["peak_bytes"] = peak
+
+
+class _UnlessItFails:
+    """A `train_function` after whose failure nothing is observed.
+
+    Keras tells callbacks of none. Callbacks find in it what they look for in the function.
+
+    Args:
+        train: the function.
+        stop: what is called then.
+    """
+
+    def __init__(self, train: Callable[[Any], Any], stop: Callable[[], None]) -> None:
+        self._train, self._stop = train, stop
+
+    def __call__(self, iterator: Any) -> Any:
+        try:
+            return self._train(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            raise  # The data have ended.
+        except BaseException:
+            self._stop()
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._train, name)
 
 
 class _Watched:

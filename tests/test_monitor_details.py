@@ -1,5 +1,6 @@
 """What `AccumulationMonitor` sees of a window besides its sum: norms, noise, infinities."""
 
+import csv
 import logging
 
 import keras
@@ -337,6 +338,61 @@ def test_an_infinity_in_validation_is_none_of_training(caplog):
     fit(model, x, y, 4, callbacks=[monitor], validation_data=(-x, y), epochs=2)
     lines = [text for text in caplog.messages if text.startswith("A ")]
     assert ["none: the loss" in line for line in lines] == [True, True]
+
+
+# ------------------------------------------------------------- where the values go
+
+
+def epoch_scalars(folder):
+    """The values of each epoch in the event files of a folder, by tag."""
+    found = {}
+    for path in sorted(folder.glob("**/events.out.*")):
+        for record in tf.data.TFRecordDataset(str(path)):
+            for value in tf.compat.v1.Event.FromString(record.numpy()).summary.value:
+                if value.tag.startswith("epoch_"):
+                    number = tf.make_ndarray(value.tensor).item()
+                    found.setdefault(value.tag.removeprefix("epoch_"), []).append(number)
+    return found
+
+
+@pytest.mark.parametrize("route", ["optimizer", "step"])
+def test_all_values_are_in_event_files_tables_and_the_progress_bar(
+    route, tmp_path, capsys
+):
+    """From the first epoch on, in which there is no update yet: so a table has a column."""
+    pytest.importorskip("tensorboard", reason="tf.summary writes nothing without it")
+    model = keras.Sequential([keras.Input((5,)), Means()])
+    inner = keras.optimizers.SGD(0.0, global_clipnorm=0.5)
+    if route == "optimizer":
+        optimizer, batch_size = ka.AccumOptimizer(inner, 9), 4
+    else:
+        ka.accumulate(model, micro_batch_size=4)
+        optimizer, batch_size = keras.optimizers.LossScaleOptimizer(inner), 24
+    compile_in(model, "graph", optimizer, loss=half_square)
+    callbacks = [
+        ka.AccumulationMonitor(noise_scale=True),
+        keras.callbacks.TensorBoard(tmp_path / "board"),
+        keras.callbacks.CSVLogger(tmp_path / "log.csv"),
+    ]
+    history = model.fit(
+        X, Y, batch_size=batch_size, epochs=2, shuffle=False, callbacks=callbacks
+    ).history
+    names = {"updates", "gradient_norm", "clipped_gradient_norm", "clipped_share"}
+    names |= {"noise_scale", "samples_per_second"}
+    if route == "step":
+        names |= {"loss_scale", "skipped_windows"}
+    assert set(history) == {"loss", *names}
+    assert np.isnan(history["noise_scale"]).tolist() == [route == "optimizer", False]
+    scalars = epoch_scalars(tmp_path / "board")
+    with open(tmp_path / "log.csv") as file:
+        rows = list(csv.DictReader(file))
+    bar = capsys.readouterr().out
+    for name in names:
+        expected = np.float32(history[name])
+        np.testing.assert_allclose(scalars[name], expected, rtol=1e-6)
+        in_table = [float(row[name]) for row in rows]
+        np.testing.assert_allclose(in_table, expected, rtol=1e-6)
+        assert f"{name}: " in bar
 
 
 # ---------------------------------------------------------------------- memory
