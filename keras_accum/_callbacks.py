@@ -89,8 +89,8 @@ class AccumulationMonitor(keras.callbacks.Callback):
     each layer's output, which takes time.
 
     With `noise_scale=True` all of that but the layer, and `noise_scale`: the gradient noise
-    scale of McCandlish et al., in samples, by the norms of the micro-batches' gradients and
-    of their mean, averaged over about 200 updates. It is near the critical batch size, from
+    scale of McCandlish et al., in samples, by the norms of a micro-batch's gradient and of
+    the update's, averaged over about 200 updates. It is near the critical batch size, from
     which on a larger batch saves few updates. It needs several micro-batches in an update,
     and leaves embeddings out; it is NaN before it is known, and where noise hides the
     gradient. Take it for an estimate: Merrill et al. measured critical batch sizes that it
@@ -107,8 +107,9 @@ class AccumulationMonitor(keras.callbacks.Callback):
             validation; `"flush_end"`, carry it, but update with it at the end of
             training; `"drop"` it. An update with a short window is divided by what the
             window really holds.
-        noise_scale: bool, whether to estimate the gradient noise scale. It takes one norm
-            of each micro-batch's gradients.
+        noise_scale: bool, whether to estimate the gradient noise scale. It takes the norm
+            of one micro-batch's gradients per update, and replica; of all, where some may
+            be skipped as not finite.
         detailed: bool, whether to log what clipping leaves, speed, memory, and what was not
             finite.
         check_numerics: bool, whether to name the first layer that was not finite.
@@ -142,6 +143,7 @@ class AccumulationMonitor(keras.callbacks.Callback):
         self.detailed = bool(detailed) or self.noise_scale or self.check_numerics
         self.verbose = verbose
         self._layers: LayerWatch | None = None
+        self._values: dict[str, float] = {}
         self._shown: set[str] = set()
         self._began = 0.0
         self._watched: dict[int, _Windows | _Steps] = {}
@@ -280,11 +282,8 @@ class AccumulationMonitor(keras.callbacks.Callback):
                 self._announce(watched)
         logs = {} if logs is None else logs
         before = [watched.updates for watched in self._watched.values()]
-        self._add_values(logs)
-        replicas = self.model.distribute_strategy.num_replicas_in_sync
-        for watched in self._watched.values():
-            for line in watched.describe_infinity(replicas, self._layers):
-                logger.warning("%s%s", watched.prefix, line)
+        if not self._add_values(logs):
+            return
         after = [watched.updates for watched in self._watched.values()]
         if after != before:
             self.on_update_end(max(after), logs)
@@ -308,7 +307,7 @@ class AccumulationMonitor(keras.callbacks.Callback):
             elif idle := watched.idle():
                 # If training ends here without any update, that says more.
                 watched.late.append(told + idle)
-        self._add_values(logs)
+        self._add_values(logs, epoch_ends=True)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Close the window, or warn that it stays open."""
@@ -389,24 +388,41 @@ class AccumulationMonitor(keras.callbacks.Callback):
             are_told(self.model, layers)
             logger.warning("%s", describe_moving(layers))
 
-    def _add_values(self, logs: dict[str, Any] | None) -> None:
+    def _add_values(self, logs: dict[str, Any] | None, epoch_ends: bool = False) -> bool:
+        """Add what is to be logged; whether any of it may have changed."""
         if logs is None:
-            return
+            return False
+        watched = self._watched.values()
+        changed = [each.has_moved() for each in watched]
+        if any(changed) or epoch_ends:
+            self._values = self._read_values()
+            self._explain_infinities()
+        logs.update(self._values)
+        return any(changed)
+
+    def _explain_infinities(self) -> None:
+        replicas = self.model.distribute_strategy.num_replicas_in_sync
+        for watched in self._watched.values():
+            for line in watched.describe_infinity(replicas, self._layers):
+                logger.warning("%s%s", watched.prefix, line)
+
+    def _read_values(self) -> dict[str, float]:
+        found: dict[str, float] = {}
         several = len(self._watched) > 1
         rows = self._rows(1) if self.noise_scale and self._batches else 0
         for watched in self._watched.values():
-            values = watched.values()
+            values = watched.values() | watched.observed(rows, self.noise_scale)
             watched.updates = int(values["updates"])
-            values |= watched.observed(rows, self.noise_scale)
             for key, value in values.items():
-                logs[f"{watched.name}_{key}" if several else key] = value
+                found[f"{watched.name}_{key}" if several else key] = value
         if not self.detailed:
-            return
+            return found
         if has_known_train_step(self.model):
             seen = rows_tracked(self.model) - self._rows_before
-            logs["samples_per_second"] = seen / (time.perf_counter() - self._began)
+            found["samples_per_second"] = seen / (time.perf_counter() - self._began)
         if (peak := peak_bytes()) is not None:
-            logs["peak_bytes"] = peak
+            found["peak_bytes"] = peak
+        return found
 
 
 class _UnlessItFails:
@@ -456,6 +472,7 @@ class _Watched:
         self.late: list[str] = []
         self.seen = UpdateLog().read()
         self._told = self.seen
+        self._moved: tuple[int, ...] = ()
 
     @property
     def log(self) -> UpdateLog | None:
@@ -465,6 +482,15 @@ class _Watched:
     def names(self) -> list[str]:
         """The names of the trained variables, as the log counts them."""
         raise NotImplementedError
+
+    def counters(self) -> tuple[int, ...]:
+        """Numbers of which one moves whenever there is anything new to log."""
+        raise NotImplementedError
+
+    def has_moved(self) -> bool:
+        """Whether there may be something new to log since the last call."""
+        before, self._moved = self._moved, self.counters()
+        return before != self._moved
 
     def observed(self, rows: float, noise_scale: bool) -> dict[str, float]:
         """What is to be logged of what the log holds, with `rows` samples a step."""
@@ -514,6 +540,7 @@ class _Windows(_Watched):
         super().__init__(name)
         self.optimizer = optimizer
         self.left = 0
+        self._skips = True
         self.updates = number(optimizer.iterations)
         # Updates, skipped windows and micro-steps before the epoch; before training,
         # updates. Not known, there have been some.
@@ -531,6 +558,16 @@ class _Windows(_Watched):
     def begin_training(self, model: keras.Model) -> None:
         begin_training(model, self.optimizer)
         self._updates_before = number(self.optimizer.iterations)
+
+    def counters(self) -> tuple[int, ...]:
+        updates = number(self.optimizer.iterations)
+        if not self._moved or updates != self._moved[0]:
+            self._skips = self.optimizer.scales_dynamically or (
+                self.optimizer.on_nonfinite.startswith("skip")
+            )
+        if not self._skips:
+            return (updates,)
+        return (updates, number(self.optimizer.skipped_windows))
 
     def begin_epoch(self) -> None:
         self._before = self._counters()
@@ -612,7 +649,7 @@ class _Steps(_Watched):
     def __init__(self, model: keras.Model, accumulation: Any) -> None:
         super().__init__("optimizer")
         self.optimizer, self.accumulation = model.optimizer, accumulation
-        self._model, self._updates_before = model, -1
+        self._model, self._updates_before, self._steps = model, -1, 0
 
     @property
     def log(self) -> UpdateLog | None:
@@ -628,6 +665,10 @@ class _Steps(_Watched):
         if values and isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
             values["skipped_windows"] = self.seen.skipped
         return values
+
+    def counters(self) -> tuple[int, ...]:
+        self._steps += 1  # Each step may log something.
+        return (self._steps,)
 
     def begin_epoch(self) -> None:
         self._updates_before = number(self.optimizer.iterations)

@@ -58,15 +58,20 @@ def trained(mode="eager", optimizer=None, steps=3, route="optimizer", **options)
     return fit(model, X, Y, batch_size, callbacks=[monitor], epochs=2)
 
 
-def noise_scale(*windows):
-    """By hand, of updates that are lists of micro-batches: of targets, one a row."""
+def noise_scale(*windows, seen=(0,)):
+    """By hand, of updates that are lists of micro-batches: of targets, one a row.
+
+    The norms are taken of those that are `seen`.
+    """
     signal = noise = 0.0
     for parts in windows:
-        k, samples = len(parts), sum(map(len, parts))
+        samples = sum(map(len, parts))
         shares = np.array([len(part) / samples for part in parts])
         gradients = np.stack([-part.mean(axis=0) for part in parts])
-        small = shares @ np.square(gradients).sum(axis=1)
         large = np.square(shares @ gradients).sum()
+        some, shares = gradients[list(seen)], shares[list(seen)]
+        small = shares @ np.square(some).sum(axis=1) / shares.sum()
+        k = len(seen) / shares.sum()
         signal += 0.005 * ((k * large - small) / (k - 1) - signal)
         noise += 0.005 * (samples * (small - large) / (k - 1) - noise)
     assert signal > 0
@@ -78,10 +83,13 @@ def noise_scale(*windows):
 def test_noise_scale_is_that_of_the_gradients_by_hand(mode, route):
     logged = trained(mode, route=route, noise_scale=True).history["noise_scale"]
     parts = np.split(Y + 1, 6)
-    windows = [parts] if route == "both" else [parts[:3], parts[3:]]
-    np.testing.assert_allclose(logged[0], noise_scale(*windows), rtol=1e-4)
-    # The control: micro-batches of 6 instead of 4 samples.
-    assert abs(logged[0] / noise_scale(np.split(Y + 1, 4)) - 1) > 0.01
+    # In both, of the first micro-batch of each step.
+    expected = noise_scale(parts[:3], parts[3:])
+    if route == "both":
+        expected = noise_scale(parts, seen=(0, 3))
+    np.testing.assert_allclose(logged[0], expected, rtol=1e-4)
+    # The control: the second micro-batch instead of the first.
+    assert abs(logged[0] / noise_scale(parts[:3], parts[3:], seen=(1,)) - 1) > 0.01
     plain = trained(mode, route=route).history
     assert not {"noise_scale", "clipped_share", "samples_per_second"} & set(plain)
 
@@ -96,6 +104,11 @@ def test_micro_batches_of_unlike_sizes_count_by_their_samples():
     sizes = [6, 12, 17]
     np.testing.assert_allclose(logged[0], noise_scale(np.split(y + 1, sizes)), rtol=1e-4)
     assert abs(logged[0] / noise_scale(np.split((y + 1)[:20], 4)) - 1) > 0.01
+    scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0))
+    compile_in(model, "eager", scaler, loss=half_square)
+    logged = fit(model, x, y, 22, callbacks=[monitor]).history["noise_scale"]
+    expected = noise_scale(np.split(y + 1, sizes), seen=range(4))
+    np.testing.assert_allclose(logged[0], expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("scale", [False, True])
@@ -104,7 +117,8 @@ def test_sums_and_scaled_losses_have_the_noise_of_their_mean(scale):
     parts = np.split(Y + 1, 6)
     expected = noise_scale(parts[:3], parts[3:])
     optimizer = keras.optimizers.SGD(0.0)
-    if scale:
+    if scale:  # Each may overflow, and is seen.
+        expected = noise_scale(parts[:3], parts[3:], seen=range(3))
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0)
         for route in ("optimizer", "step"):
             logged = trained(

@@ -281,11 +281,16 @@ def value_and_gradients(
             for v, value in zip(values_sum, [loss, *others])
         ]
         if observer is not None:
-            # Of a gradient that has its weight already, the square has it twice.
+            # A gradient that has its weight already is to lose it.
             inverse = tf.math.divide_no_nan(tf.ones((), dtype), relative)
-            factor = inverse if scaled_loss_first else relative
-            everything = range(len(values))
-            seen = observer.see(seen, gradients, everything, factor, relative > 0)
+            seen = observer.see(
+                seen,
+                gradients,
+                range(len(values)),
+                relative,
+                tf.square(inverse) if scaled_loss_first else 1.0,
+                weighs=relative > 0,
+            )
         return sums, values_sum, total + relative, reference, seen
 
     zero = tf.zeros((), dtype)
@@ -308,8 +313,8 @@ def value_and_gradients(
         for s, known in zip(sums, has_gradient)
     ]
     if observer is not None:
-        total = tf.cast(total, "float32")
-        seen = seen._replace(squares=tf.math.divide_no_nan(seen.squares, total))
+        inverse = tf.math.divide_no_nan(1.0, tf.cast(total, "float32"))
+        seen = seen._replace(squares=seen.squares * inverse, part=seen.part * inverse)
     share = tf.math.divide_no_nan(total, tf.cast(divisor, total.dtype))
     return BatchGradients(
         loss, gradients, weight, others, whole, observed=seen or None, share=share

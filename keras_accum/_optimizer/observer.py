@@ -15,7 +15,7 @@ from .._backend import replica
 from .._backend.private.optimizers import optimizers_of
 from .._core.gradients import Gradient, global_norm
 from .._core.layer_watch import LayerWatch
-from .._core.observed import Observed, Observer, join
+from .._core.observed import SCALARS, Observed, Observer, join, pack, unpack
 from .._core.variables import own_variable, read, shared_variable
 
 # Of running means: over about 200 updates.
@@ -88,15 +88,18 @@ class UpdateLog:
 
         Args:
             usable: scalar bool, whether there is an update.
-            found: `norm` and `clipped_norm`; `small`, `large` and `count`, as in
-                `_core/observed.py`; and `steps`, the training steps that it took.
+            found: `norm` and `clipped_norm`; `squares`, `part`, `count` and `large`, as
+                in `_core/observed.py`; and `steps`, the training steps that it took.
         """
         held = Update(*tf.unstack(read(self._values)))
-        norm, clipped_norm, count = found["norm"], found["clipped_norm"], found["count"]
-        others = tf.maximum(count - 1.0, 1.0)
-        signal = (count * found["large"] - found["small"]) / others
-        noise = (found["small"] - found["large"]) / others * found["steps"]
-        known = tf.logical_and(count > 1.0, tf.math.is_finite(signal + noise))
+        norm, clipped_norm, large = found["norm"], found["clipped_norm"], found["large"]
+        small = tf.math.divide_no_nan(found["squares"], found["part"])
+        k = tf.math.divide_no_nan(found["count"], found["part"])
+        several = k > 1.0 + 1e-3
+        others = tf.where(several, k - 1.0, 1.0)
+        signal = (k * large - small) / others
+        noise = (small - large) / others * found["steps"]
+        known = tf.logical_and(several, tf.math.is_finite(signal + noise))
         # Both means begin at zero alike: their quotient needs no correction.
         rate = tf.where(known, 1.0 - _DECAY, 0.0)
         signal, noise = (tf.where(known, x, 0.0) for x in (signal, noise))
@@ -110,17 +113,14 @@ class UpdateLog:
         )
         self._values.assign(tf.where(usable, tf.stack(now), tf.stack(held)))
 
-    def note_infinity(
-        self, skipped: tf.Tensor, bad: tf.Tensor, steps: tf.Tensor, layers: tf.Tensor
-    ) -> None:
-        """Note whether a window was not finite, and where that came from.
+    def note_infinity(self, skipped: tf.Tensor, reduced: "Reduced") -> None:
+        """Note whether a window was skipped, and what in it was not finite.
 
         Args:
             skipped: scalar bool.
-            bad: of the variables, above 0 where a gradient was not finite.
-            steps: of each replica, its first bad micro-batch, from 1, or 0.
-            layers: of each replica, its first bad layer then.
+            reduced: what all replicas have seen.
         """
+        bad, steps, layers = reduced.bad, reduced.steps, reduced.layers
         held = Update(*tf.unstack(read(self._values)))
         some = tf.reduce_any(steps > 0)
         where = tf.argmin(tf.where(steps > 0, steps, steps.dtype.max))
@@ -137,13 +137,22 @@ class UpdateLog:
         self._bad.assign(tf.where(some, tf.cast(bad, "float32"), read(self._bad)))
 
 
-def to_reduce(seen: Observed, squares: tf.Tensor) -> list[tf.Tensor]:
-    """What replicas have seen, to be summed over them; `squares` as they are to be summed.
+class Reduced(NamedTuple):
+    """What all replicas have seen; as in `Observed`, but of each replica in a vector."""
 
-    What of each replica is told apart has a place of its own in a vector.
-    """
+    squares: tf.Tensor
+    part: tf.Tensor
+    count: tf.Tensor
+    bad: tf.Tensor
+    steps: tf.Tensor
+    layers: tf.Tensor
+
+
+def to_reduce(seen: Observed, share: tf.Tensor | float = 1.0) -> Reduced:
+    """What is to be summed over replicas, of which this one has a share."""
     own = tf.one_hot(replica.index(), replica.count())
-    return [squares, seen.count, seen.bad, own * seen.step, own * seen.layer]
+    squares, part = seen.squares * share, seen.part * share
+    return Reduced(squares, part, seen.count, seen.bad, own * seen.step, own * seen.layer)
 
 
 class WindowObserver(Observer):
@@ -156,19 +165,14 @@ class WindowObserver(Observer):
     def __init__(self, layers: LayerWatch | None = None) -> None:
         super().__init__(layers)
         self.log = UpdateLog()
-        self._kept: Observed | None = None
+        self._kept: keras.Variable | None = None
 
     def build(self, count: int) -> None:
         """Make the variables, for `count` trained ones."""
         self.log.build(count)
         if self._kept is None:
             with tf.init_scope():
-                self._kept = Observed(
-                    *(
-                        own_variable(name, (count,) if name == "bad" else (), "float32")
-                        for name in Observed._fields
-                    )
-                )
+                self._kept = own_variable("seen", (SCALARS + count,), "float32")
 
     def add(
         self,
@@ -176,6 +180,7 @@ class WindowObserver(Observer):
         indices: Sequence[int],
         window: Any,
         *,
+        part: tf.Tensor,
         factor: tf.Tensor,
         weighs: tf.Tensor,
         parts: Observed | None,
@@ -186,8 +191,9 @@ class WindowObserver(Observer):
             gradients: as they came.
             indices: of their variables.
             window: the `Accumulator` that they were added to.
+            part: scalar, what it weighs.
             factor: scalar, from the squares of their numbers to those of their mean
-                gradient, times the relative weight.
+                gradient.
             weighs: scalar bool.
             parts: what was seen of its own micro-batches, if it is a batch that was
                 taken apart in the step.
@@ -197,36 +203,55 @@ class WindowObserver(Observer):
             given = [
                 None if window.overwrites[i] else g for i, g in zip(indices, gradients)
             ]
-            now = self.see(held, given, indices, factor, weighs)
+            now = self.see(held, given, indices, part, factor, weighs=weighs)
         else:
-            squares = tf.math.multiply_no_nan(parts.squares, tf.cast(factor, "float32"))
+            part = tf.cast(part, "float32")
+            squares = tf.math.multiply_no_nan(parts.squares * factor, part)
             spread = tf.scatter_nd([[i] for i in indices], parts.bad, [size])
-            now = join(held, parts._replace(squares=squares, bad=spread))
-        for variable, value in zip(self._kept or (), now):
-            variable.assign(value)
+            now = parts._replace(squares=squares, part=parts.part * part, bad=spread)
+            now = join(held, now)
+        self._variable().assign(pack(now))
+
+    def _variable(self) -> keras.Variable:
+        assert self._kept is not None  # `build` has made it.
+        return self._kept
 
     def _held(self, window: Any) -> Observed:
         """What was seen of the window so far."""
         begins = tf.equal(window.micro_step.value, 0)
-        kept = [read(variable) for variable in self._kept or ()]
-        return Observed(*(tf.where(begins, tf.zeros_like(x), x) for x in kept))
+        kept = read(self._variable())
+        return unpack(tf.where(begins, tf.zeros_like(kept), kept))
 
-    def to_reduce(self) -> list[tf.Tensor]:
+    def to_reduce(self) -> Reduced:
         """What is to be summed over replicas at the window's end."""
-        kept = Observed(*(read(variable) for variable in self._kept or ()))
-        return to_reduce(kept, kept.squares)
+        return to_reduce(unpack(read(self._variable())))
+
+
+def looks_at_each(observer: Observer, optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether each micro-batch may be one to name, as not finite."""
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    how = getattr(optimizer, "on_nonfinite", "")
+    if how:  # An `AccumOptimizer`, which is one that may not scale.
+        scales = how.startswith("skip") or optimizer.scales_dynamically
+    return observer.layers is not None or scales
 
 
 def norm_after_clipping(
     optimizer: keras.optimizers.Optimizer,
     gradients: Sequence[tf.Tensor],
     variables: Sequence[keras.Variable],
+    norm: tf.Tensor | None = None,
 ) -> tf.Tensor:
-    """The norm that the clipping of a Keras optimizer leaves of the gradients."""
+    """The norm that the clipping of a Keras optimizer leaves of the gradients.
+
+    With `norm`, theirs before it, if it is known.
+    """
     left = []
-    for part, held in optimizers_of(optimizer, variables):
+    parts = optimizers_of(optimizer, variables)
+    for part, held in parts:
         own = [gradients[i] for i in held]
-        norm = global_norm(own)
+        if norm is None or len(parts) > 1:
+            norm = global_norm(own)
         if (most := getattr(part, "global_clipnorm", None)) is not None:
             norm = tf.minimum(norm, most)
         elif (most := getattr(part, "clipnorm", None)) is not None:

@@ -20,6 +20,7 @@ from .._core.gradients import all_finite, global_norm
 from .._core.variables import read
 from .accumulator import Reduced
 from .averages import apply_reduced, overwrite_by_averages
+from .observer import Reduced as Seen
 from .observer import norm_after_clipping
 
 
@@ -76,9 +77,8 @@ class EndOfWindow:
         return self._window.reduce(indices, observer.to_reduce())
 
     def _note_infinity(self, reduced: Reduced) -> None:
-        _, _, bad, steps, layers = reduced.further
         log = self._optimizer.observer.log
-        log.note_infinity(~_usable(reduced), bad, steps, layers)
+        log.note_infinity(~_usable(reduced), Seen(*reduced.further))
 
     def _update_each(self, indices: Sequence[int], reduced: Any) -> None:
         replica.in_replica(self._step, indices, reduced)
@@ -124,22 +124,24 @@ class EndOfWindow:
         """Note the norms of an update: of the means, and of what clipping leaves."""
         optimizer, observer = self._optimizer, self._optimizer.observer
         variables = [self._variables[i] for i in indices]
-        squares, count, *_ = reduced.further
-        steps = tf.cast(self._window.micro_step.value, "float32")
-        # Added up, a micro-batch has the part 1 / k of the update and no weight.
+        seen = Seen(*reduced.further)
+        # A sum has the parts 1 / k of its micro-batches, and k times their mean.
         total = tf.cast(reduced.total, "float32")
-        small = squares * total
-        if self._window.weighted:
-            small = tf.math.divide_no_nan(squares, total)
+        factor = 1.0 if self._window.weighted else tf.square(total)
+        norm = read(optimizer.last_gradient_norm)
         dense = [m for i, m in zip(indices, means) if i in observer.dense]
+        known = None if optimizer.adaptive_clip_factor is not None else norm
         observer.log.note(
             True,
-            norm=read(optimizer.last_gradient_norm),
-            clipped_norm=norm_after_clipping(optimizer.inner_optimizer, grads, variables),
-            small=small,
-            large=tf.square(global_norm(dense)),
-            count=count,
-            steps=steps,
+            norm=norm,
+            clipped_norm=norm_after_clipping(
+                optimizer.inner_optimizer, grads, variables, known
+            ),
+            squares=tf.math.divide_no_nan(seen.squares * factor, total),
+            part=tf.math.divide_no_nan(seen.part, total),
+            count=seen.count,
+            large=tf.square(norm if len(dense) == len(means) else global_norm(dense)),
+            steps=tf.cast(self._window.micro_step.value, "float32"),
         )
 
     def _divisor(self, total: tf.Tensor) -> tf.Tensor:

@@ -52,7 +52,7 @@ from .arguments import (
 )
 from .loss_scale import ScalesLoss
 from .no_update import Training, begin_fit, end_training, note_dropped
-from .observer import WindowObserver
+from .observer import WindowObserver, looks_at_each
 from .pending import PendingWeight
 from .update import EndOfWindow
 from .window import AccumSteps, check_accum_steps, checked_steps, trace_schedule
@@ -489,14 +489,14 @@ class AccumOptimizer(ScalesLoss):
             )
             with tf.control_dependencies(after(given)):
                 if self.observer is not None:
-                    factor = tf.square(self._gradient_factor(share, parts))
-                    factor *= tf.cast(relative, "float32")
                     self.observer.build(len(window.sums))
+                    self.observer.each = looks_at_each(self.observer, self)
                     self.observer.add(
                         grads,
                         indices,
                         window,
-                        factor=factor,
+                        part=relative,
+                        factor=tf.square(self._gradient_factor(share, parts)),
                         weighs=tf.not_equal(value, 0.0),
                         parts=parts,
                     )

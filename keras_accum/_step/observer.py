@@ -12,7 +12,13 @@ from .._core.accumulate import BatchGradients
 from .._core.gradients import all_finite, global_norm
 from .._core.layer_watch import LayerWatch
 from .._core.observed import Observer
-from .._optimizer.observer import UpdateLog, norm_after_clipping, to_reduce
+from .._optimizer.observer import (
+    Reduced,
+    UpdateLog,
+    looks_at_each,
+    norm_after_clipping,
+    to_reduce,
+)
 
 # Of models that step by themselves; a step that is traced before does not know of it.
 _observers: "weakref.WeakKeyDictionary[keras.Model, StepObserver]"
@@ -30,18 +36,17 @@ class StepObserver(Observer):
         super().__init__(layers)
         self.log = UpdateLog()
 
-    def to_reduce(self, found: BatchGradients) -> list[tf.Tensor]:
+    def to_reduce(self, found: BatchGradients) -> Reduced:
         """What is to be summed over replicas, with the gradients."""
-        seen = found.observed
-        assert seen is not None  # By `value_and_gradients`, which has this observer.
-        return to_reduce(seen, seen.squares * tf.cast(found.share, "float32"))
+        assert found.observed is not None  # `value_and_gradients` had this observer.
+        return to_reduce(found.observed, tf.cast(found.share, "float32"))
 
     def end(
         self,
         optimizer: keras.optimizers.Optimizer,
         gradients: Sequence[tf.Tensor | None],
         variables: Sequence[keras.Variable],
-        reduced: Sequence[tf.Tensor],
+        reduced: Reduced,
     ) -> None:
         """Note the update that is about to be made.
 
@@ -51,7 +56,6 @@ class StepObserver(Observer):
             variables: theirs.
             reduced: what `to_reduce` gave, summed.
         """
-        squares, count, bad, steps, layers = reduced
         self.log.build(len(variables))
         given = [i for i, g in enumerate(gradients) if g is not None]
         factor = 1.0 / _scale_of(optimizer)
@@ -60,14 +64,16 @@ class StepObserver(Observer):
         inner, usable = optimizer, tf.constant(True)
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             inner, usable = optimizer.inner_optimizer, all_finite(means)
-            self.log.note_infinity(~usable, bad, steps, layers)
+            self.log.note_infinity(~usable, reduced)
+        norm, own = global_norm(means), [variables[i] for i in given]
         self.log.note(
             usable,
-            norm=global_norm(means),
-            clipped_norm=norm_after_clipping(inner, means, [variables[i] for i in given]),
-            small=squares * tf.square(factor),
-            large=tf.square(global_norm(dense)),
-            count=count,
+            norm=norm,
+            clipped_norm=norm_after_clipping(inner, means, own, norm),
+            squares=reduced.squares * tf.square(factor),
+            part=reduced.part,
+            count=reduced.count,
+            large=tf.square(norm if len(dense) == len(means) else global_norm(dense)),
             steps=tf.ones(()),
         )
 
@@ -84,8 +90,10 @@ def stop_observing(model: keras.Model) -> None:
 
 def observer_of(model: keras.Model) -> Any:
     """Who observes the micro-batches of `model`: of its step, or of its window; or None."""
-    own = _observers.get(model)
-    return own if own is not None else getattr(model.optimizer, "observer", None)
+    found = _observers.get(model) or getattr(model.optimizer, "observer", None)
+    if found is not None:
+        found.each = looks_at_each(found, model.optimizer)
+    return found
 
 
 def note_update(
@@ -94,13 +102,14 @@ def note_update(
     """The gradients summed over replicas, noted if the step is observed."""
     observer = _observers.get(model)
     given = [i for i, g in enumerate(gradients) if g is not None]
-    further = [] if observer is None else observer.to_reduce(found)
+    further = () if observer is None else observer.to_reduce(found)
     reduced = replica.sum_over_replicas([*(gradients[i] for i in given), *further])
     held = dict(zip(given, reduced))
     sums = [held.get(i) for i in range(len(gradients))]
     if observer is not None:
         variables = model.trainable_weights
-        observer.end(model.optimizer, sums, variables, reduced[len(given) :])
+        seen = Reduced(*reduced[len(given) :])
+        observer.end(model.optimizer, sums, variables, seen)
     return sums
 
 
