@@ -5,7 +5,8 @@
 Each mutation is applied to a copy of the package, and the tests that should fail with it
 run there; the working tree is never touched. One that survives is a missing test. With
 words, only mutations whose names have one of them; with `--check`, none is run, only
-looked up. Not for CI: some minutes of CPU.
+looked up, and whether its tests are among those that run by default: one that is marked
+slow does not count. Not for CI: some minutes of CPU.
 """
 
 import argparse
@@ -21,6 +22,12 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+
+import pytest
+
+# Private: nothing public says what `-k` would choose.
+from _pytest.mark import KeywordMatcher
+from _pytest.mark.expression import Expression
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = "keras_accum"
@@ -117,8 +124,6 @@ def run_pytest(tests: str, folder: pathlib.Path, paths: list[str]) -> tuple[int,
         os.dup2(descriptor, 2)
         os.chdir(folder)
         sys.path[:0] = paths
-        import pytest
-
         code = pytest.main(["-n", "0", "-x", *shlex.split(tests)])
         sys.stdout.flush()
         os._exit(code)
@@ -133,6 +138,42 @@ def run_pytest(tests: str, folder: pathlib.Path, paths: list[str]) -> tuple[int,
     return -9, f"not ended after {SECONDS} seconds"
 
 
+class Collected:
+    """A plugin of pytest that keeps what has been collected and not deselected."""
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.items = session.items
+
+
+def without_tests(mutations: list[Mutation]) -> list[str]:
+    """The mutations of which no test runs by default; one marked slow does not count."""
+    found = Collected()
+    paths = {a for m in mutations for a in m.tests.split() if a.startswith("tests/")}
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    os.chdir(ROOT)
+    pytest.main(["-n", "0", "--collect-only", "-qq", *sorted(paths)], plugins=[found])
+    scenarios = (ROOT / "tests/distribution/replicas.py").read_text()
+
+    def chosen(mutation: Mutation) -> bool:
+        if mutation.scenarios:
+            names = mutation.scenarios.split()
+            return all(f"def {name}(" in scenarios for name in names)
+        files, words = [], None
+        arguments = iter(shlex.split(mutation.tests))
+        for argument in arguments:
+            if argument == "-k":
+                words = Expression.compile(next(arguments))
+            elif argument.startswith("tests/"):
+                files.append(argument)
+        return any(
+            item.nodeid.startswith(tuple(files))
+            and (words is None or words.evaluate(KeywordMatcher.from_item(item)))
+            for item in found.items
+        )
+
+    return [mutation.name for mutation in mutations if not chosen(mutation)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*")
@@ -145,11 +186,14 @@ def main() -> None:
         if problem:
             print(f"NOT APPLIED: {name}: {problem}")
     bad = any(problems.values())
-    if wanted.check:
-        sys.exit(bad)
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     import keras  # noqa: F401 - once, for all forks.
 
+    if wanted.check:
+        without = without_tests(mutations)
+        for name in without:
+            print(f"NO TEST: {name}: none of its tests runs by default")
+        sys.exit(bad or bool(without))
     width = max(len(m.name) for m in mutations)
     unmutated: dict[tuple[str, str], str] = {}
     for mutation in mutations:
