@@ -69,6 +69,7 @@ def route_2(layer, x, y, size, mode="graph", epochs=1, two_pass=False, **options
 # --------------------------------------------------------------------- pooled statistics
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("momentum", "mode"), [(0.99, "graph"), (0.5, "eager"), (0.5, "xla"), (0.0, "graph")]
 )
@@ -84,6 +85,7 @@ def test_statistics_over_windows_of_the_optimizer_are_those_of_the_large_batch(
     assert_differ(moving(control), moving(oracle))
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("momentum", "two_pass", "mode"),
     [

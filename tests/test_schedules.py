@@ -142,6 +142,7 @@ def warmed_up(update, rate, warmup, start):
     return rate * np.interp(update, [0, warmup], [start, 1])
 
 
+@pytest.mark.slow_in("xla")
 def test_the_warm_up_is_a_line_and_then_exactly_the_rate(mode):
     # float32 has no 0.3: 0.3 + (1 - 0.3) there need not be 1.
     rate = ka.GradualWarmup(0.7, 12, start_factor=0.3)

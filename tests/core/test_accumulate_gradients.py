@@ -122,6 +122,7 @@ def test_the_last_micro_batch_of_a_size_is_short():
     assert sizes_seen(3, micro_batch_size=1) == [1, 1, 1]
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("split", [{"accum_steps": 4}, {"micro_batch_size": 4}], ids=str)
 def test_in_a_graph_each_sample_is_seen_once_and_in_order(split, mode):
     """The gradient by a table of one row per sample tells which were met, and when."""
@@ -305,6 +306,7 @@ def weighted_errors(w, batch):
     return tf.reduce_sum(weights * errors**2), tf.reduce_sum(weights)
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("split", [{"accum_steps": 4}, {"micro_batch_size": 4}], ids=str)
 def test_pairs_of_a_loss_and_a_weight_equal_numpy(split, mode):
     w, batch, oracle = weighted_case()
@@ -399,6 +401,7 @@ def test_weights_may_be_whole_numbers(mode):
 # -------------------------------------------------------------------------- gradients
 
 
+@pytest.mark.slow_in("xla")
 def test_sparse_gradients_equal_the_dense_one(mode):
     rng = np.random.default_rng(2)
     table = tf.Variable(rng.normal(size=(11, 3)).astype("float32"))
@@ -416,6 +419,7 @@ def test_sparse_gradients_equal_the_dense_one(mode):
     assert_equal(found[1][0][5:], np.zeros((6, 3), "float32"))
 
 
+@pytest.mark.slow_in("xla")
 def test_a_gradient_of_none_stays_none_and_shifts_no_other(mode):
     a, unused, b = variable(2.0, 1.0), variable(3.0), variable(5.0)
     x = tf.constant([[1.0, 2.0], [3.0, 5.0], [4.0, -1.0]])
@@ -484,6 +488,7 @@ def test_variables_of_tensorflow_and_of_keras_are_taken_together(mode):
     assert_same(accumulated(loss_fn, [a, b], x, mode, accum_steps=2), oracle)
 
 
+@pytest.mark.slow_in("xla")
 def test_the_loss_is_scaled_before_it_is_differentiated_and_given_unscaled(mode):
     model = dense_model()
     batch = tuple(map(tf.constant, data(13)))
@@ -566,6 +571,7 @@ def test_functions_and_callable_objects_are_taken_as_loss_functions(mode):
         assert_close([loss, gradient], [np.float32(14 / 3), np.float32([7 / 3])])
 
 
+@pytest.mark.slow_in("xla")
 def test_state_that_the_loss_function_moves_moves_once_per_micro_batch(mode):
     """The step is traced more often than it runs; only running may count."""
     seen = tf.Variable(0)

@@ -72,6 +72,7 @@ INNER = {
 }
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("mode", "name"),
     [
@@ -180,6 +181,7 @@ def test_no_micro_step_makes_a_sparse_gradient_dense():
     assert "ResourceScatterAdd" not in {op.type for op in operations}
 
 
+@pytest.mark.slow_in("xla")
 def test_a_sparse_nan_of_weight_zero_contributes_nothing(mode):
     table = keras.Variable(np.zeros((4, 2), "float32"))
     optimizer = ka.AccumOptimizer(keras.optimizers.SGD(1.0), 2)
@@ -379,6 +381,7 @@ def overwritten(*values):
     return scale
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("sign", [1.0, -1.0], ids=["positive", "negative"])
 def test_a_variable_to_be_overwritten_becomes_the_largest_value(mode, sign):
     weight, scale = variable(1.0), overwritten(0.0, 0.0)
@@ -485,6 +488,7 @@ def test_a_float8_layer_keeps_the_largest_scales_of_the_window():
 # --- weights
 
 
+@pytest.mark.slow_in("xla")
 def test_uneven_weights_give_the_weighted_mean(mode):
     variables, optimizer = two_variables(), ka.AccumOptimizer(inner(), 4)
     optimizer.build(variables)
@@ -538,6 +542,7 @@ def test_a_micro_batch_of_weight_zero_contributes_nothing_even_a_nan(mode):
     assert_differ(variables, plain_steps(*controls)[0])
 
 
+@pytest.mark.slow_in("xla")
 def test_a_window_of_weight_zero_updates_with_zero(mode):
     """As the large batch does: it decays, its momentum runs on, iterations advance."""
     variables, optimizer = two_variables(), ka.AccumOptimizer(inner(), 2)

@@ -41,6 +41,7 @@ def train(model, samples, **options):
     model.fit(x, y, batch_size=4, verbose=0, shuffle=False, **options)
 
 
+@pytest.mark.slow_in("xla")
 def test_a_fit_shorter_than_a_window_is_told(mode):
     model = accumulating(mode)
     assert said_by(train, model, 10) == [HELD.format(3, 4)]

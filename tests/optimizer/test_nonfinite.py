@@ -121,6 +121,7 @@ def counters(optimizer):
 # --- skip_micro_batch
 
 
+@pytest.mark.slow_in("xla")
 def test_a_skipped_micro_batch_leaves_the_mean_of_the_rest(mode):
     run, oracle = Accumulating(mode, "skip_micro_batch"), Plain()
     for seed, bad in enumerate([(FIRST,), (MIDDLE,), (LAST,), (FIRST, LAST), ()]):
@@ -391,6 +392,7 @@ def train_on(*selections):
     return model
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("mode", "policy", "bad"),
     [

@@ -56,6 +56,7 @@ class Own(keras.Model):
         return loss, tape.gradient(loss, self.trainable_variables)
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 @pytest.mark.parametrize("inner", [True, False])
 def test_a_function_inside_of_the_step_tells_its_weight(mode, inner):

@@ -86,6 +86,7 @@ def train(model, optimizer, sizes, mode="graph", loss=tiny_loss, x=None, y=None)
     return model
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("way", "mode"),
     [
@@ -396,6 +397,7 @@ def test_a_loss_scaled_twice_is_refused():
     assert float(optimizer.scale_loss(loss)) == float(optimizer.scale_loss(loss))
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("mode", ["graph", "xla"])
 def test_the_scale_is_not_frozen_into_a_graph_traced_before_build(mode):
     w = variable(2.0)
@@ -620,6 +622,7 @@ def test_a_bfloat16_policy_is_accumulated_without_a_scale():
     assert_differ(model.get_weights(), control.get_weights(), by=1e-1)
 
 
+@pytest.mark.slow_in("xla")
 def test_float64_variables_are_updated_in_float64(mode):
     variables = two_variables("float64")
     optimizer = ka.AccumOptimizer(keras.optimizers.SGD(1.0), 4)

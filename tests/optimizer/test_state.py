@@ -142,6 +142,7 @@ def test_training_resumed_in_mid_window_is_the_uninterrupted_one_to_the_bit(
     assert_differ(reset.get_weights(), model.get_weights())
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("mode", ["graph", "xla"])
 def test_training_resumes_in_mid_window_in_compiled_steps_too(mode, tmp_path):
     model = compile_in(dense_model(), mode, accumulating())

@@ -162,6 +162,7 @@ def block_of(*inside, shape=SEQUENCES.shape[1:]):
     )
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_that_drop(kind, mode):
     compare(lambda: block_of(KINDS[kind]()), SEQUENCES, mode)
@@ -174,12 +175,14 @@ def test_the_mask_is_that_of_the_type_computed_in(policy, mode):
     compare(lambda: block_of(layers.Dropout(0.5, seed=1)), SEQUENCES, mode)
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("mode", ["graph", "xla"])
 def test_shapes_that_are_not_known_before(mode):
     signature = [tf.TensorSpec((None, None, 8), "float32")]
     compare(lambda: Noisy(dropped(0.5)), SEQUENCES, mode, signature)
 
 
+@pytest.mark.slow_in("xla")
 def test_a_block_inside_of_a_block_takes_the_masks_of_the_outer_one(mode):
     def make():
         first = Noisy(dropped(0.5))

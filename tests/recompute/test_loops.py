@@ -88,7 +88,13 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize(
-    "kind, watched", [("recurrent", True), ("ops", True), ("ops", False)]
+    "kind, watched",
+    [
+        ("ops", True),
+        ("ops", False),
+        # As the layer of the test below.
+        pytest.param("recurrent", True, marks=pytest.mark.slow),
+    ],
 )
 def test_weights_that_loops_and_branches_read(kind, watched):
     model, plain = BLOCKS[kind](), BLOCKS[kind]()
@@ -102,6 +108,7 @@ def test_weights_that_loops_and_branches_read(kind, watched):
     assert all(np.abs(gradient).max() > 0 for gradient in found)
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("mode", ["graph", "xla"])
 def test_a_recurrent_layer_in_a_loop_over_micro_batches(mode):
     kind = layers.GRU if mode == "graph" else layers.SimpleRNN  # Compiles sooner.
@@ -202,6 +209,7 @@ def test_functions_that_each_call_makes(kind, mode):
     assert_differ(found[0], found[5])
 
 
+@pytest.mark.slow_in("xla", "graph")
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_vectorized_map_which_makes_functions(mode):
     inside = lambda layer, x: keras.ops.vectorized_map(  # noqa: E731

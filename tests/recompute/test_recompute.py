@@ -54,8 +54,16 @@ WAYS = {
 @pytest.mark.parametrize(
     "way, mode",
     [
-        *itertools.product(WAYS, ["eager", "graph"]),
-        *itertools.product(["blocks", "segments", "kept"], ["xla"]),
+        *[(way, "eager") for way in WAYS],
+        *[(way, "graph") for way in ("blocks", "segments", "kept")],
+        ("segments", "xla"),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *itertools.product(["class", "layer", "wrapper"], ["graph"]),
+                *itertools.product(["blocks", "kept"], ["xla"]),
+            )
+        ],
     ],
 )
 def test_a_step_is_that_of_the_plain_model(way, mode):
@@ -106,6 +114,7 @@ def test_bert4keras_521_and_tensorflow_30265_dropout_is_not_drawn_anew(mode):
     assert_differ(theirs[2], moved)
 
 
+@pytest.mark.slow_in("xla")
 def test_pfn_extras_pr117_statistics_move_once(mode):
     make = only(layers.BatchNormalization, momentum=0.5)
     _, expected, moved = gradients(make(), mode=mode)
@@ -191,6 +200,7 @@ def test_keras_21207_keyword_arguments_in_a_graph():
     assert_close(tf.function(step.python_function)(*arguments), expected)
 
 
+@pytest.mark.slow_in("graph")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_transformers_21381_frozen_first_layers_leave_the_others_their_gradients(mode):
     def frozen(make):
@@ -221,6 +231,7 @@ def test_frozen_weights_have_a_gradient_for_who_asks():
     assert_close(gradient(switched("block_*")()), gradient(model_of()))
 
 
+@pytest.mark.slow_in("xla")
 def test_arguments_of_every_kind(mode):
     class Kinds(layers.Layer):
         def __init__(self, **kwargs):
@@ -284,6 +295,7 @@ def test_sparse_gradients_stay_sparse():
     assert_close(tf.convert_to_tensor(found), tf.convert_to_tensor(expected))
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("used", [0, 1])
 def test_a_result_that_nothing_uses(used, mode):
     def make():
@@ -349,9 +361,9 @@ TOKENS = np.random.default_rng(3).integers(0, 3, (10, 6)).astype("int32")
     "way, mode",
     [
         ("blocks", "eager"),
-        ("segments", "eager"),
         ("segments", "graph"),
-        ("wrapper", "eager"),
+        pytest.param("segments", "eager", marks=pytest.mark.slow),
+        pytest.param("wrapper", "eager", marks=pytest.mark.slow),
     ],
 )
 def test_masks_travel_through(way, mode):
@@ -404,6 +416,7 @@ def unmasking_model():
     return model
 
 
+@pytest.mark.slow_in("xla", "graph")
 @pytest.mark.parametrize("verify", [False, True])
 def test_masks_are_taken_off_the_arguments_as_often_as_in_the_plain_model(verify, mode):
     make = switched("block_*", make=unmasking_model, verify=verify)
@@ -427,11 +440,12 @@ def test_training_is_what_the_caller_says(training):
 
 # Half precision rounds to 1e-3 (float16) or 8e-3 (bfloat16); a graph rounds in other
 # places once passes are separate.
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     "policy, mode, rtol",
     [
         ("mixed_float16", "eager", 1e-7),
-        ("mixed_float16", "graph", 2e-3),
+        pytest.param("mixed_float16", "graph", 2e-3, marks=pytest.mark.slow),
         ("mixed_bfloat16", "eager", 1e-7),
         ("mixed_bfloat16", "xla", 2e-2),
     ],
@@ -460,6 +474,7 @@ def test_a_layer_of_its_own_precision_inside_of_another():
     assert_trains_alike(switched("block_*", make=make), make)
 
 
+@pytest.mark.slow_in("graph")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_nested_blocks(mode):
     def make():
@@ -485,6 +500,7 @@ def test_nested_blocks(mode):
         assert 3 * steps <= calls <= 3 * steps + looked + 1
 
 
+@pytest.mark.slow_in("xla", "graph")
 @pytest.mark.parametrize("quantized", [False, True])
 def test_low_rank_adaptation(quantized, mode):
     def adapted(make):
@@ -509,6 +525,7 @@ def test_low_rank_adaptation(quantized, mode):
     )
 
 
+@pytest.mark.slow_in("xla")
 def test_a_softmax_at_the_end_of_a_block_gives_the_loss_its_logits(mode):
     def make():
         keras.utils.set_random_seed(5)

@@ -381,7 +381,8 @@ def peak(make, xla=False, rows=1024, steps=5):
     return float(np.median(found))
 
 
-@pytest.mark.parametrize("xla", [False, True])
+# Under XLA, `test_memory_under_xla_grows_with_the_root_of_the_depth` shows the same.
+@pytest.mark.parametrize("xla", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_memory_falls_to_a_quarter(xla):
     plain, ours = peak(residual, xla), peak(SQRT, xla)
     assert ours <= 0.25 * plain
@@ -390,6 +391,7 @@ def test_memory_falls_to_a_quarter(xla):
         assert peak(switched(make=residual, segments=2), xla) > 0.45 * plain
 
 
+@pytest.mark.slow  # What is assigned shows it too, in the control of the test below.
 def test_jax_7100_repeated_computations_are_not_undone():
     """XLA finds what is computed twice, if nothing ties the second to the gradient."""
     tied = peak(SQRT, xla=True)
@@ -415,18 +417,17 @@ def assigned(depth, width=64):
         return tape.gradient(loss, values)
 
     x = tf.ones((2048, width))
-    step(x)
     gradients = sum(4 * value.shape.num_elements() for value in values)
     return (compiled_bytes(step, x) - gradients) / MIB
 
 
 def test_memory_under_xla_grows_with_the_root_of_the_depth(monkeypatch):
     """Chen et al. 2016. Not with it: the random numbers of all blocks, drawn first."""
-    assert assigned(48) / assigned(12) < 2.2
+    assert assigned(16) / assigned(4) < 2.0
     monkeypatch.setattr(
         "keras_accum._recompute.passes.optimization_barrier", lambda tensors, to: tensors
     )
-    assert assigned(48) / assigned(12) > 2.8
+    assert assigned(16) / assigned(4) > 3.5
 
 
 def test_tensorflow_57205_a_single_layer_saves_nothing_and_a_block_does():

@@ -365,6 +365,7 @@ def looping(inner, branch=False):
     return keras.Model(inputs, layers.Dense(3)(Loops(inner(), branch)(inputs)))
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("branch", [False, True])
 def test_what_has_a_state_inside_of_a_loop(branch, mode):
     make = lambda: looping(lambda: layers.Dropout(0.4, seed=1), branch)  # noqa: E731
@@ -402,6 +403,7 @@ def gradient_step(model, x):
     return tape.gradient(loss, [v.value for v in model.trainable_variables])
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("inner", [layers.BatchNormalization, Scales])
 def test_what_reads_a_state_inside_of_a_loop(inner, mode):
     make = lambda: looping(lambda: inner(trainable=False))  # noqa: E731
@@ -466,6 +468,7 @@ def test_constants_on_a_layer_are_no_cache():
     assert_equal(gradients(model)[1], expected)
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_verify_names_the_layer_that_differs(mode):
     class Noise(layers.Layer):
@@ -571,7 +574,7 @@ def test_switching_takes_effect_after_a_step_was_traced():
     assert_close([*model.get_weights(), *state(model)], train_steps(model_of(), 4))
 
 
-def test_a_thousand_switchings_leak_nothing():
+def test_switchings_leak_nothing():
     model = model_of()
     # One that ran, so that what it holds is held.
     handle = ka.recompute(model, "block_*")
@@ -589,8 +592,9 @@ def test_a_thousand_switchings_leak_nothing():
         gc.collect()
         return len(gc.get_objects())
 
-    before = switch(10)
-    assert abs(switch(1000) - before) < 100
+    # Exact: it is the same number after each round.
+    before = switch(4)
+    assert switch(8) == before
 
 
 def test_what_is_saved_is_the_models_own(tmp_path):

@@ -62,10 +62,11 @@ ROUTES = {
 @pytest.mark.parametrize(
     "route, how",
     [
-        ("in the step", {"select": "block_*"}),
         ("two passes", {"segments": 3}),
-        ("in the optimizer", {"segments": 3}),
         ("in both", {"select": "block_*"}),
+        # What is in both routes is in each of them.
+        pytest.param("in the step", {"select": "block_*"}, marks=pytest.mark.slow),
+        pytest.param("in the optimizer", {"segments": 3}, marks=pytest.mark.slow),
     ],
 )
 def test_each_route_of_accumulation(route, how):
@@ -77,8 +78,15 @@ def test_each_route_of_accumulation(route, how):
     assert_differ(found[0].get_weights(), model_of().get_weights())
 
 
-@pytest.mark.parametrize("mode", ["eager", "xla"])
-@pytest.mark.parametrize("two_pass", [False, True])
+@pytest.mark.parametrize(
+    ("two_pass", "mode"),
+    [
+        (False, "eager"),
+        (True, "eager"),
+        (False, "xla"),
+        pytest.param(True, "xla", marks=pytest.mark.slow),
+    ],
+)
 def test_the_large_batch_is_still_the_large_batch(two_pass, mode):
     split = {"accum_steps": 4, "two_pass": two_pass}
     make = switched("block_*", make=still)
@@ -251,7 +259,11 @@ BACKBONES = {
 }
 
 
-@pytest.mark.parametrize("name", BACKBONES)
+# One of text in the default run; the others differ in nothing that recomputation meets.
+@pytest.mark.parametrize(
+    "name",
+    ["bert", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "vit"))],
+)
 def test_keras_hub_2158_one_line_for_a_transformers_backbone(name):
     keras_hub = pytest.importorskip("keras_hub")
     make, select, inputs = BACKBONES[name]

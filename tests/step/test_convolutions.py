@@ -55,7 +55,7 @@ def images(samples=SAMPLES):
     ("make", "mode", "step", "outside", "how"),
     [
         (conv_model, "xla", True, False, "accumulate"),
-        (conv_model, "xla", True, False, "class"),
+        pytest.param(conv_model, "xla", True, False, "class", marks=pytest.mark.slow),
         (conv_model, "xla", True, False, "halve"),
         (no_convolution, "xla", True, True, "accumulate"),
         (conv_model, "graph", False, False, "accumulate"),
@@ -144,7 +144,9 @@ def test_on_a_gpu_the_loop_is_compiled_too(monkeypatch):
     assert compiles_loop(model)
 
 
-@pytest.mark.parametrize("split", [STEPS, {"micro_batch_size": 4}])
+@pytest.mark.parametrize(
+    "split", [STEPS, pytest.param({"micro_batch_size": 4}, marks=pytest.mark.slow)]
+)
 def test_uneven_weights_equal_the_large_batch(split):
     def options():
         loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")

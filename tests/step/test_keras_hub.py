@@ -54,7 +54,8 @@ def trained(make, arrays, batch_size, optimizer, split=None):
     loss = keras.losses.SparseCategoricalCrossentropy(
         from_logits=True, reduction=reduction
     )
-    model.compile(optimizer, loss, weighted_metrics=[] if tokens else None)
+    weighted = [] if tokens else None
+    model.compile(optimizer, loss, weighted_metrics=weighted, jit_compile=False)
     how = {"batch_size": batch_size, "epochs": 2, "shuffle": False, "verbose": 0}
     model.fit(x, y, sample_weight=weight, **how)
     return model.get_weights()

@@ -68,9 +68,16 @@ def check(make, split, **how):
     return expected
 
 
-@pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("axis", [-1, ()])
+@pytest.mark.parametrize(
+    ("axis", "eager"),
+    [
+        (-1, False),
+        ((), True),
+        pytest.param(-1, True, marks=pytest.mark.slow),
+        pytest.param((), False, marks=pytest.mark.slow),
+    ],
+)
 def test_values_that_a_layer_adds_are_summed(split, axis, eager):
     how = {"run_eagerly": eager}
     expected = check(lambda: stack(PerSample(axis)), SPLITS[split], **how)
@@ -120,9 +127,16 @@ def of_the_batch(inputs):
     return keras.ops.sum(keras.ops.mean(inputs, axis=0) ** 2)
 
 
-@pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("start", [0.1, 0.0])
+@pytest.mark.parametrize(
+    ("start", "eager"),
+    [
+        (0.1, False),
+        (0.0, True),
+        pytest.param(0.1, True, marks=pytest.mark.slow),
+        pytest.param(0.0, False, marks=pytest.mark.slow),
+    ],
+)
 def test_one_value_that_is_a_sum_over_samples_adds_up(split, start, eager, recwarn):
     """Also if it is nothing yet, as of a weight that an annealing raises from 0."""
 

@@ -85,6 +85,7 @@ def everything(model):
     ]
 
 
+@pytest.mark.slow_in("graph")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_halved_micro_batch_trains_as_if_it_had_been_chosen(mode, caplog):
     found, history = train(Memory(4), mode, micro_batch_size=8, on_oom="halve")
@@ -101,6 +102,7 @@ def test_a_halved_micro_batch_trains_as_if_it_had_been_chosen(mode, caplog):
     assert_differ(everything(other), everything(expected))
 
 
+@pytest.mark.slow_in("xla")
 def test_what_never_fails_trains_as_without(mode):
     def run(**how):
         model = dense_model()

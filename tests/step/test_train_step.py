@@ -75,6 +75,7 @@ def two_head_arrays():
 # ----------------------------------------------------------------------- reductions
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("reduction", "mode"),
     [
@@ -95,8 +96,19 @@ def test_every_reduction_of_a_weighted_loss_is_exact(reduction, mode):
     check(dense_model, arrays, mode, options)
 
 
-@pytest.mark.parametrize("reduction", [*MEANS, "sum"])
-@pytest.mark.parametrize("masked_by", ["keras mask", "ignore_class", "sample weight"])
+# What masks matters to the weight of a loss, and the reduction too: each kind once.
+@pytest.mark.parametrize(
+    ("masked_by", "reduction"),
+    [
+        *[("keras mask", reduction) for reduction in (*MEANS, "sum")],
+        *[(by, "mean_with_sample_weight") for by in ("ignore_class", "sample weight")],
+        *[
+            pytest.param(by, reduction, marks=pytest.mark.slow)
+            for by in ("ignore_class", "sample weight")
+            for reduction in ("sum_over_batch_size", "mean", "sum")
+        ],
+    ],
+)
 def test_every_reduction_of_a_token_loss_is_exact(masked_by, reduction):
     x, y = tokens()
     arrays = (x, y)
@@ -203,7 +215,13 @@ def test_a_batch_without_any_weight_is_updated_by_its_regulariser_alone():
 # -------------------------------------------------------------------------- outputs
 
 
-@pytest.mark.parametrize("reduction", [*MEANS, "sum"])
+@pytest.mark.parametrize(
+    "reduction",
+    [
+        *("mean_with_sample_weight", "sum"),
+        *(pytest.param(r, marks=pytest.mark.slow) for r in MEANS[:2]),
+    ],
+)
 def test_two_outputs_with_two_masks_are_exact(reduction):
     def options():
         return {
@@ -215,6 +233,7 @@ def test_two_outputs_with_two_masks_are_exact(reduction):
     check(two_texts, two_text_arrays(), "graph", options)
 
 
+@pytest.mark.slow_in("xla")
 def test_two_outputs_with_two_masks_are_exact_in_every_mode(mode):
     def options():
         return {"loss": {n: cross_entropy() for n in "ab"}, "loss_weights": [0.3, 2.0]}
@@ -389,6 +408,7 @@ class Penalty(keras.layers.Layer):
         return inputs
 
 
+@pytest.mark.slow_in("xla")
 def test_regularisers_count_once(mode):
     def make():
         return dense_model(
@@ -462,6 +482,7 @@ class Following(keras.layers.Layer):
         return inputs
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("mode", ["graph", "xla"])
 def test_metrics_inside_layers_see_every_sample_once(mode):
     def make():
@@ -514,6 +535,7 @@ def dropout_model():
     )
 
 
+@pytest.mark.slow_in("xla")
 def test_dropout_draws_anew_for_each_micro_batch_as_calls_in_turn_do(mode):
     x, y = data(SAMPLES)
     model, _ = train_twice(dropout_model, (x, y), mode, STEPS)
@@ -1195,8 +1217,15 @@ def test_a_subclass_is_loaded_after_functional_use_of_its_class(tmp_path):
 # -------------------------------------------------------------------- with route 1
 
 
-@pytest.mark.parametrize("sizes", [(5, 6), (9, 2)])
-@pytest.mark.parametrize("masked", [False, True], ids=["samples", "tokens"])
+@pytest.mark.parametrize(
+    ("sizes", "masked"),
+    [
+        pytest.param((5, 6), False, id="samples"),
+        pytest.param((9, 2), True, id="tokens"),
+        pytest.param((9, 2), False, id="samples 9, 2", marks=pytest.mark.slow),
+        pytest.param((5, 6), True, id="tokens 5, 6", marks=pytest.mark.slow),
+    ],
+)
 def test_windows_of_windows_multiply_and_carry_their_weights(sizes, masked):
     """Two steps of three micro-batches make one update: that of all their samples."""
     arrays = tokens() if masked else data(SAMPLES)
@@ -1255,6 +1284,7 @@ def half_model(policy=None):
 HALF = 3e-3  # float16 holds 11 bits; the micro-batches round in another order
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("scaler", "policy", "mode"),
     [
@@ -1446,6 +1476,7 @@ def scheduled():
     return keras.optimizers.SGD(schedule, clipvalue=0.02)
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("optimizer", "mode"),
     [
