@@ -29,10 +29,17 @@ WITHOUT_UNDERSCORE = {
     "autocast_scope",
     "call_signature_parameters",
     "current_call_ctx",
+    "get_tf_dataset",
+    "get_value",
     "global_seed_generator",
+    "is_control_flow_graph",
+    "is_input",
+    "output_names",
     "quantization_mode",
+    "quantized_call",
     "scale_loss_for_distribution",
     "state_mapping",
+    "unlock",
     "unscale_loss_for_distribution",
 }
 OF_TENSORFLOW = {
@@ -41,6 +48,7 @@ OF_TENSORFLOW = {
     "_lookup_dependency",
     "_rng",
     "_trackable_children",
+    "is_control_flow_graph",
 }
 # Private methods of Keras that the package defines anew.
 OVERRIDDEN = {*OF_TENSORFLOW, "_moments", "_open_name_scope"}
@@ -53,40 +61,78 @@ def names():
     found = {name: name in OF_TENSORFLOW for name in WITHOUT_UNDERSCORE}
     own, used = set(), set()
     for path in PACKAGE.rglob("*.py"):
-        code, modules = ast.parse(path.read_text()), {}
-        for node in ast.walk(code):
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                private = node.module.startswith(("keras.src", "tensorflow."))
-                for alias in node.names if private else ():
-                    of_tensorflow = node.module.startswith("tensorflow.")
-                    if _is_module(f"{node.module}.{alias.name}"):
-                        modules[alias.asname or alias.name] = of_tensorflow
-                    else:
-                        found[alias.name] = of_tensorflow
-            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                own.add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                own.add(node.id)
-            elif isinstance(node, ast.Attribute):
-                owner = getattr(node.value, "id", None)
-                if owner in ("self", "cls") and isinstance(node.ctx, ast.Store):
-                    own.add(node.attr)
+        code = ast.parse(path.read_text())
+        imported, modules = _imported(code)
+        found |= imported
+        own |= own_attributes(code)
+        parts_of_names = _parts_of_names(code)
         for node in ast.walk(code):
             if isinstance(node, ast.Attribute):
                 if isinstance(node.value, ast.Name) and node.value.id in modules:
                     found[node.attr] = modules[node.value.id]
                 elif node.attr.startswith("_"):
                     used.add(node.attr)
-            elif isinstance(node, ast.Constant) and re.fullmatch(
-                "_\\w+", f"{node.value}"
-            ):
-                used.add(node.value)
+            elif isinstance(node, ast.Constant) and node not in parts_of_names:
+                used.update(re.findall(r"\A_\w+\Z", f"{node.value}"))
     keras_source = b"".join(p.read_bytes() for p in _sources("keras"))
+    known = set(re.findall(rb"\b_\w+", keras_source))
     for name in used - (own - OVERRIDDEN) - NOT_FOREIGN:
-        known = re.search(rb"\b%s\b" % name.encode(), keras_source)
-        if name in OF_TENSORFLOW or (known and not name.startswith("__")):
+        of_keras = name.encode() in known and not name.startswith("__")
+        if name in OF_TENSORFLOW or of_keras:
             found.setdefault(name, name in OF_TENSORFLOW)
     return dict(sorted(found.items()))
+
+
+def _imported(code):
+    """Private names that `code` imports, and private modules, by the names they get."""
+    names, modules = {}, {}
+    for node in ast.walk(code):
+        if not isinstance(node, ast.ImportFrom) or node.level:
+            continue
+        of_tensorflow = node.module.startswith("tensorflow.")
+        for alias in node.names:
+            if not of_tensorflow and not node.module.startswith("keras.src"):
+                continue
+            if alias.name.endswith("_pb2"):
+                continue  # A format, not code.
+            if _is_module(f"{node.module}.{alias.name}"):
+                modules[alias.asname or alias.name] = of_tensorflow
+            else:
+                names[alias.name] = of_tensorflow
+    return names, modules
+
+
+def own_attributes(code):
+    """The attributes and methods that classes in `code` define."""
+    own = set()
+    for node in ast.walk(code):
+        if isinstance(node, ast.ClassDef):
+            for held in ast.walk(node):
+                if isinstance(held, ast.FunctionDef):
+                    own.add(held.name)
+                elif isinstance(held, ast.Name) and isinstance(held.ctx, ast.Store):
+                    own.add(held.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            of_self = getattr(node.value, "id", None) in ("self", "cls")
+            own |= {node.attr} if of_self else set()
+        elif isinstance(node, ast.Dict):  # The body of a class, for `type`.
+            keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+            own |= keys if "__module__" in keys else set()
+    return own
+
+
+_OF_SUFFIXES = ("endswith", "removesuffix")
+
+
+def _parts_of_names(code):
+    """Texts in `code` that are a part of a name: of f-strings, and suffixes."""
+    parts = set()
+    for node in ast.walk(code):
+        if isinstance(node, ast.JoinedStr):
+            parts.update(node.values)
+        elif getattr(getattr(node, "func", None), "attr", "") in _OF_SUFFIXES:
+            parts.update(node.args)
+    return parts
 
 
 def _folder(package):
@@ -95,7 +141,7 @@ def _folder(package):
 
 def _is_module(name):
     path = _folder(name.partition(".")[0]).parent / name.replace(".", "/")
-    return path.is_dir() or path.with_suffix(".py").exists() or "_pb2" in name
+    return path.is_dir() or path.with_suffix(".py").exists()
 
 
 def _sources(package):
@@ -183,7 +229,8 @@ def _import_tensorflow_alone():
 
 def row(outcome):
     """Who notices, and whether it is noticed at all."""
-    stage, error = outcome["stage"], outcome.get("error", "")
+    stage, error = outcome["stage"], " ".join(outcome.get("error", "").split())
+    error = re.sub(r"\x1b\[\d*m", "", error)  # Colours.
     error = re.sub(r" \(/.*?\)", "", error).replace("|", "/")  # Paths of this machine.
     if stage is None:
         return "nothing differs", True
@@ -193,7 +240,7 @@ def row(outcome):
         return "Keras itself cannot do without", True
     if " was tested with " in error:
         what = error.partition("has moved: ")[2].partition(" Numbers could")[0]
-        return f"{stage} names the versions: {what}", True
+        return f"{stage} names the versions: {what[:160]}", True
     return f"a bare error in `{stage}`: {error[:90]}", True
 
 

@@ -2,6 +2,7 @@
 
 import pathlib
 import tempfile
+import warnings
 
 import keras
 import numpy as np
@@ -226,6 +227,61 @@ def saved_functional_models():
     assert_equal(loaded.predict(x, verbose=0), plain.predict(x, verbose=0))
 
 
+def replaced_layers():
+    x, y = data(11)
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((5,)), keras.layers.BatchNormalization(), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    before = model.predict(x, verbose=0)
+    ka.replace_batch_normalization(model)
+    assert_equal(model.predict(x, verbose=0), before)
+    ka.accumulate(model, accum_steps=3).compile("sgd", "mse", run_eagerly=True)
+    model.train_on_batch(x, y)
+
+
+def metrics_of_a_batch():
+    x, y = data(8)
+
+    def largest(y_true, y_pred):
+        return tf.reduce_max(tf.abs(y_true - y_pred))
+
+    model = ka.accumulate(dense_model(), accum_steps=2)
+    model.compile("sgd", "mse", metrics=[largest], run_eagerly=True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model.train_on_batch(x, y)
+    assert any("largest" in str(warning.message) for warning in said)
+
+
+def quantized_layers():
+    model = dense_model()
+    model.quantize("int8")
+    before = model.layers[1](np.ones((2, 5))).numpy()
+    ka.recompute(model, model.layers[1].name)
+    assert_equal(model.layers[1](np.ones((2, 5))).numpy(), before)
+
+
+def what_planning_asks():
+    """Of data, of devices and of what XLA compiles."""
+    from keras_accum._backend.private.compiled import compiled_bytes, device_limit
+    from keras_accum._backend.private.data import first_batch
+
+    x, y = data(8)
+    assert first_batch((x, y), 4)[0].shape == (4, 5)
+    assert device_limit("CPU:0") > 0
+    product = tf.function(lambda x: tf.sin(x @ x) @ x, jit_compile=True)
+    assert compiled_bytes(product, tf.ones((64, 64))) > 0
+
+
+def schedules():
+    x, y = data(8)
+    model = dense_model()
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    model.compile(ka.AccumOptimizer(keras.optimizers.SGD(rate), 2), "mse")
+    model.train_on_batch(x, y)
+    assert any("schedule" in f.rule for f in ka.diagnose(model).findings)
+
+
 CHECKS = (
     windows_of_the_optimizer,
     masks_in_the_step,
@@ -236,5 +292,10 @@ CHECKS = (
     checkpoints_within_a_window,
     pooled_statistics,
     saved_functional_models,
+    replaced_layers,
+    metrics_of_a_batch,
+    quantized_layers,
+    what_planning_asks,
+    schedules,
     replicas,
 )

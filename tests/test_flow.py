@@ -6,6 +6,7 @@ import pathlib
 import keras
 import pytest
 import tensorflow as tf
+from renames import own_attributes
 
 import keras_accum
 
@@ -140,21 +141,6 @@ def is_private(name):
     return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
 
 
-def names_defined_in(code):
-    """What a module itself calls so: functions, classes, variables, attributes."""
-    for node in ast.walk(code):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-                yield node.attr
-        elif isinstance(node, ast.Dict):  # The body of a class, for `type`.
-            keys = [k.value for k in node.keys if isinstance(k, ast.Constant)]
-            yield from keys if "__module__" in keys else []
-
-
 def foreign_names(source, own):
     """The private names that a module reads, of which the package defines none."""
     found = set()
@@ -171,7 +157,7 @@ def foreign_names(source, own):
 
 @pytest.fixture(scope="module")
 def own():
-    names = {n for p in MODULES for n in names_defined_in(ast.parse(p.read_text()))}
+    names = {n for p in MODULES for n in own_attributes(ast.parse(p.read_text()))}
     # An override is a use: the name is still Keras's or TensorFlow's.
     return names - {name for cls in CLASSES for name in dir(cls)}
 
@@ -192,6 +178,8 @@ def test_one_folder_touches_private_attributes(own):
         ("x = [variable._value]", "_value"),
         ("getattr(optimizer, '_var_key')", "_var_key"),
         ("self._trainable_variables", "_trainable_variables"),
+        # A function of that name is no attribute.
+        ("def _learning_rate(x): getattr(x, '_learning_rate')", "_learning_rate"),
     ],
 )
 def test_a_private_attribute_is_found(own, source, name):
@@ -201,5 +189,5 @@ def test_a_private_attribute_is_found(own, source, name):
 def test_a_private_attribute_of_the_packages_own_is_allowed(own):
     assert foreign_names("optimizer._of_mine", own) == {"_of_mine"}
     code = ast.parse("class A:\n def f(self):\n  self._of_mine = 1")
-    assert foreign_names("optimizer._of_mine", own | {*names_defined_in(code)}) == set()
+    assert foreign_names("optimizer._of_mine", own | own_attributes(code)) == set()
     assert foreign_names("loss._keras_accum_mark = 1", own) == set()

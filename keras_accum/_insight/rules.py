@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from .._backend.private.layers import is_in_remat_scope
+from .._backend.private.optimizers import schedule_of
 from .._batch_norm import AccumBatchNormalization
 from .._core.gradients import sum_dtype
 from .facts import Facts, names_of
@@ -204,8 +205,7 @@ def _clipping(facts: Facts) -> Match | None:
 
 
 def _schedule(facts: Facts) -> Match | None:
-    rate = getattr(facts.inner, "_learning_rate", None)
-    return _if(isinstance(rate, keras.optimizers.schedules.LearningRateSchedule))
+    return _if(schedule_of(facts.inner) is not None)
 
 
 def _grown(facts: Facts) -> Match | None:

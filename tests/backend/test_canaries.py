@@ -3,12 +3,14 @@
 import ast
 import pathlib
 import random
+import re
 import subprocess
 import sys
 
 import keras
 import numpy as np
 import pytest
+import renames
 import tensorflow as tf
 from helpers import assert_refused, dense_model
 from keras.src.backend.tensorflow import trainer
@@ -177,7 +179,6 @@ LOUD = {
     "data.without_optional": "asks for a public class",
     "functions.captured": "is tested where functions are refused",
     "functions.elements_of_list": "tells sizes that choices depend on, no number",
-    "functions.is_in_function": "is tested where functions are refused",
     "graphs.example_arguments": "reads `_inputs_struct`, which has a canary",
     "graphs.functional_arguments": "is called, or raises",
     "graphs.pack_outputs": "reads `_outputs_struct`, which has a canary",
@@ -190,7 +191,6 @@ LOUD = {
     "layers.build_by_call": "calls what is imported",
     "layers.own_state": "reads an attribute, or raises",
     "layers.renormalizes": "reads a public attribute",
-    "layers.taking_more_weights": "unlocks, or raises",
     "layers.flatten_layers": "calls a method, or raises",
     "losses.compute_loss": "calls `_compute_loss`, which has a canary",
     "losses.added_losses": "reads what `call_losses` reads",
@@ -213,12 +213,10 @@ LOUD = {
     "models.compiled_parts": "reads attributes, or raises",
     "models.created_outside": "else a step is traced twice",
     "models.rows_tracked": "reads attributes, or raises",
-    "models.scalar_metrics": "replaces an attribute, or raises",
     "models.parts_left_unbuilt": "sets attributes that have a canary",
     "optimizers.children_of": "calls a method, or raises",
     "optimizers.optimizers_of": "reads attributes, or raises",
     "optimizers.restore_deferred": "calls methods that have a canary",
-    "optimizers.track_variable": "calls a method, or raises",
     "randomness.random_state_kept": "puts back what has canaries",
     "strategies.local_component": "reads an attribute that has a canary",
     "strategies.components": "reads a public attribute, or there is one device",
@@ -241,6 +239,45 @@ def test_each_private_part_has_a_canary_or_a_reason():
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
     }
     assert parts - used == set(LOUD)
+
+
+def test_each_part_is_imported_where_errors_name_the_versions():
+    folder = pathlib.Path(private.__file__).parent
+    named = {
+        alias.name
+        for name in ("__init__", "canaries")
+        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text()))
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and not node.module
+        for alias in node.names
+    }
+    assert named == {path.stem for path in folder.glob("*.py")} - {"__init__"}
+
+
+def test_each_private_name_has_been_renamed_and_none_is_silent():
+    """`python tests/renames.py NAME` writes the row that is missing."""
+    table = (pathlib.Path(__file__).parents[2] / "docs" / "renames.md").read_text()
+    if f"Keras {keras.__version__} or TensorFlow {tf.__version__} " not in table:
+        pytest.skip("the table is of other versions")
+    rows = dict(re.findall(r"^\| `(\w+)` \| \w+ \| (.*) \|$", table, re.MULTILINE))
+    assert set(rows) == set(renames.names())
+    silent = [n for n, who in rows.items() if "WRONG" in who or who == "nothing differs"]
+    assert not silent
+
+
+@pytest.mark.parametrize(
+    ("code", "attributes", "parts"),
+    [
+        ("class A:\n _a = 1\n def _b(self): self._c = 2", {"_a", "_b", "_c"}, set()),
+        ("def _losses(): pass\n_x = 1", set(), set()),
+        ("f'{a}_x'.removesuffix('_y') + '_z'", set(), {"_x", "_y"}),
+    ],
+)
+def test_whose_a_name_is(code, attributes, parts):
+    tree = ast.parse(code)
+    own = renames.own_attributes(tree) - {"self"}
+    assert own == attributes
+    found = {getattr(node, "value", None) for node in renames._parts_of_names(tree)}
+    assert {text for text in found if isinstance(text, str)} == parts
 
 
 # --- Versions, backends, tf-keras.

@@ -10,3 +10,7 @@ versions.check_backend()
 versions.check_versions()
 with versions.explained_if_moved(ImportError):
     from . import canaries as canaries
+    from . import data as data
+    from . import fits as fits
+    from . import functions as functions
+    from . import replay as replay

@@ -20,11 +20,15 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
 from keras.src.random.seed_generator import draw_seed
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from tensorflow.python.client import device_lib
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.eager import context as tf_context
+from tensorflow.python.framework import ops as tf_ops
 
 from . import (
     compiled,
+    functions,
     graphs,
     layers,
     losses,
@@ -83,7 +87,12 @@ def losses_are_heard(_: keras.Model) -> None:
 
 def training_steps_are_seen(model: keras.Model) -> None:
     """`Model.train_step` takes the methods that are extended, and the parts replaced."""
-    model.compile(keras.optimizers.SGD(0.5, name="sgd"), "mse", weighted_metrics=["mae"])
+    model.compile(
+        keras.optimizers.SGD(0.5, name="sgd"),
+        "mse",
+        metrics=[_mean_of_batch],
+        weighted_metrics=["mae"],
+    )
     _expect(set(models.unbuilt_parts(model)) == set(_COMPILED), "compiled parts")
     _expect(hasattr(model, "_symbolic_build"), "`Model._symbolic_build`")
     x, y = tf.constant([[1.0], [3.0]]), tf.zeros((2, 1))
@@ -112,7 +121,10 @@ def training_steps_are_seen(model: keras.Model) -> None:
     track(tf.constant(7.0), [], 2)
     _expect(float(tracker.result()) == 7.0, "the metric that `fit` shows as `loss`")
     _expect(len(models.all_metrics(model)) == 2, "compiled metrics")
-    _expect(len(models.state_of_layers(model)) == 4, "the state of layers")
+    with models.scalar_metrics(model, 2) as scalars:
+        model.compute_metrics(x, y, x)
+    _expect(scalars == [_mean_of_batch.__name__], "the function of a metric")
+    _expect(len(models.state_of_layers(model)) == 6, "the state of layers")
 
 
 def regularizers_are_summed(model: keras.Model) -> None:
@@ -228,11 +240,17 @@ def layers_can_be_wrapped(_: keras.Model) -> None:
     _expect(hasattr(wrapper, "_convert_input_args"), "how layers convert arguments")
     layers.take_arguments(wrapper, inner)
     _expect(layers.call_method(inner) == "call", "the method that a layer's call calls")
+    _expect(hasattr(keras.layers.Dense, "quantized_call"), "`Layer.quantized_call`")
     _expect(not layers.is_in_remat_scope(inner), "`RematScope`")
     _expect(not layers.has_build(inner), "`build` of `Layer`")
     _expect(layers.children(wrapper) == [inner], "the layers inside of a layer")
     norm = keras.layers.BatchNormalization.call.__code__
     _expect("_moments" in norm.co_names, "`BatchNormalization._moments`")
+    built = _Adds(name="built")
+    built(tf.ones(2))
+    with layers.taking_more_weights(built):
+        built.add_weight((), "zeros", name="further")
+    _expect(len(built.weights) == 1, "the lock of a layer's weights")
 
 
 def randomness_is_found(_: keras.Model) -> None:
@@ -253,11 +271,17 @@ def randomness_is_found(_: keras.Model) -> None:
 
 def optimizers_can_be_steered(_: keras.Model) -> None:
     """What is replaced, overridden or called of optimizers across replicas and saves."""
-    optimizer = keras.optimizers.SGD(use_ema=True, ema_overwrite_frequency=1, name="sgd")
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5, name="schedule")
+    optimizer = keras.optimizers.SGD(
+        schedule, use_ema=True, ema_overwrite_frequency=1, name="sgd"
+    )
+    _expect(optimizers.schedule_of(optimizer) is schedule, "schedules of optimizers")
     variable = keras.Variable([2.0], name="variable", dtype="float32")
     optimizer.build([variable])
     _expect(optimizers.index_of(optimizer, variable) == 0, "the order of variables")
     _expect(optimizers.trained_by(optimizer) == [variable], "the variables trained")
+    optimizers.track_variable(optimizer, variable)
+    _expect(optimizer.variables[-1] is variable, "the variables of an optimizer")
     with strategies.replicas_left_to_caller(optimizer):
         optimizer.apply([tf.constant([0.0])], [variable])
     ((due, overwrite, variables),) = strategies.overwriting_by_averages(optimizer)
@@ -285,6 +309,8 @@ def fit_can_be_listened_to_and_mended(model: keras.Model) -> None:
         _expect(hasattr(model, name), f"`Model.{name}`")
     for name in ("_collective_all_reduce_multi_worker", "reduce_per_replica"):
         _expect(hasattr(trainer, name), f"`{name}`")
+    _expect(hasattr(DataAdapter, "get_tf_dataset"), "`DataAdapter.get_tf_dataset`")
+    _expect(hasattr(device_lib, "list_local_devices"), "`list_local_devices`")
 
 
 def graphs_and_tapes_can_be_asked(_: keras.Model) -> None:
@@ -299,6 +325,9 @@ def graphs_and_tapes_can_be_asked(_: keras.Model) -> None:
             trace, jit_compile=jit_compile, autograph=False
         ).get_concrete_function()
     _expect(compiles == [True, False], "what XLA compiles")
+    _expect(
+        _in_function() == [False, True], "what is in a function, and what in a branch"
+    )
     x = tf.constant(3.0)
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -325,6 +354,28 @@ CANARIES: tuple[Callable[[keras.Model], None], ...] = (
     fit_can_be_listened_to_and_mended,
     graphs_and_tapes_can_be_asked,
 )
+
+
+def _in_function() -> list[bool]:
+    """Whether a branch, and a function, are told to be in a function of their own."""
+    found: list[bool] = []
+
+    def trace() -> tf.Tensor:
+        outer = tf_ops.get_default_graph()
+
+        def branch() -> tf.Tensor:
+            found.append(functions.is_in_function(tf_ops.get_default_graph(), outer))
+            return tf.constant(0.0)
+
+        tf.cond(tf.constant(True), branch, lambda: tf.constant(1.0))
+        return tf.function(branch, autograph=False)()
+
+    tf.function(trace, autograph=False).get_concrete_function()
+    return found
+
+
+def _mean_of_batch(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_mean(y_pred - y_true)
 
 
 class _Asked(keras.optimizers.SGD):

@@ -56,6 +56,15 @@ def track_variable(optimizer: Any, variable: keras.Variable) -> None:
     optimizer._track_variable(variable)
 
 
+def schedule_of(
+    optimizer: Any,
+) -> keras.optimizers.schedules.LearningRateSchedule | None:
+    """The schedule of an optimizer's rate, or None; `learning_rate` is its value now."""
+    rate = getattr(optimizer, "_learning_rate", None)
+    scheduled = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+    return rate if scheduled else None
+
+
 def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """The variables that `optimizer` was built with."""
     return list(optimizer._trainable_variables)
