@@ -19,6 +19,7 @@ from ._backend.private.layers import (
     taking_more_weights,
 )
 from ._backend.private.versions import legacy_hint
+from ._backend.warn import warn
 from ._recompute.passes import is_repeated
 
 
@@ -36,7 +37,7 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):
     Works in both routes: with `AccumOptimizer`, and in an accumulating model. Elsewhere
     it is BatchNormalization. Within a window the statistics hold what they would be if
     it ended there. One call per training step is pooled; a layer that is called several
-    times in a step pools its last.
+    times in a step pools its last, and warns.
 
     `replace_batch_normalization` puts it into a model that exists.
 
@@ -95,25 +96,16 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):
         """Create the weights of BatchNormalization, and those of the window."""
         canaries.check()
         super().build(input_shape)
-        self._add_window_weights()
+        self._open_window = _Window.of(self)
 
-    def _add_window_weights(self) -> None:
-        shape = tuple(self.moving_mean.shape)
-
-        def window_weight(name: str, shape: tuple[int, ...]) -> keras.Variable:
-            return self.add_weight(
-                shape=shape,
-                name=name,
-                initializer="zeros",
-                trainable=False,
-                autocast=False,
-            )
-
-        self.base_mean = window_weight("base_mean", shape)
-        self.base_variance = window_weight("base_variance", shape)
-        self.window_mean = window_weight("window_mean", shape)
-        self.window_squares = window_weight("window_squares", shape)
-        self.window_count = window_weight("window_count", ())
+    def load_own_variables(self, store: Any) -> None:
+        """Load the statistics, from which a window goes on that the file does not hold."""
+        super().load_own_variables(store)
+        window = self._open_window
+        window.base_mean.assign(tf.cast(self.moving_mean, window.base_mean.dtype))
+        window.base_variance.assign(
+            tf.cast(self.moving_variance, window.base_variance.dtype)
+        )
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         """Normalise `inputs`; in training, by their own statistics."""
@@ -125,6 +117,7 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):
         # Recomputed for its gradient, it is the call that was pooled already.
         if training and self.trainable and not is_repeated():
             self._last.before = before
+            self._last.calls += 1
         return outputs
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
@@ -133,40 +126,108 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):
             entries = tf.size(inputs) // inputs.shape[self.axis]
         else:
             entries = tf.reduce_sum(tf.cast(mask, "int32"))
-        self._last.moments = (mean, variance, tf.cast(entries, "float32"))
+        self._last.moments = (mean, variance, entries)
         return mean, variance
 
     def begin_window(
         self, mean: tf.Tensor, variance: tf.Tensor, first: tf.Tensor
     ) -> None:
         """Forget the window if `first`, which began with these moving statistics."""
+        window = self._open_window
         first = tf.convert_to_tensor(first)
-        for variable, value in ((self.base_mean, mean), (self.base_variance, variance)):
+        for variable, value in (
+            (window.base_mean, mean),
+            (window.base_variance, variance),
+        ):
+            value = tf.cast(value, variable.dtype)
             variable.assign(tf.where(first, value, tf.convert_to_tensor(variable)))
-        count = tf.convert_to_tensor(self.window_count)
-        self.window_count.assign(tf.where(first, 0.0, count))
+        count = tf.convert_to_tensor(window.count)
+        window.count.assign(tf.where(first, tf.zeros_like(count), count))
 
     def pool(self) -> None:
         """Add the statistics of the last call to the window, and move to what it has."""
-        mean, variance, entries = self._last.moments
+        if self._last.calls > 1:
+            warn(
+                f"'{self.name}' is called {self._last.calls} times in a step. "
+                "AccumBatchNormalization pools the last call only, so that its moving "
+                "statistics are not those of the large batch, which move at each call. "
+                "Use a layer of its own for each call, or freeze this one.",
+                about=self,
+            )
+        window, dtype = self._open_window, self._open_window.count.dtype
+        mean, variance, entries = (tf.cast(x, dtype) for x in self._last.moments)
         self._last = _Call()
-        held = tf.convert_to_tensor(self.window_count)
+        held = tf.convert_to_tensor(window.count)
         total = held + entries
         share = tf.math.divide_no_nan(entries, total)
-        old_mean = tf.where(held > 0, tf.convert_to_tensor(self.window_mean), 0.0)
-        squares = tf.where(held > 0, tf.convert_to_tensor(self.window_squares), 0.0)
-        gap = tf.cast(mean, "float32") - old_mean
+        old_mean = tf.where(held > 0, tf.convert_to_tensor(window.mean), 0.0)
+        squares = tf.where(held > 0, tf.convert_to_tensor(window.squares), 0.0)
+        gap = mean - old_mean
         new_mean = old_mean + gap * share
-        squares += tf.cast(variance, "float32") * entries + tf.square(gap) * held * share
-        self.window_mean.assign(new_mean)
-        self.window_squares.assign(squares)
-        self.window_count.assign(total)
+        squares += variance * entries + tf.square(gap) * held * share
+        window.mean.assign(new_mean)
+        window.squares.assign(squares)
+        window.count.assign(total)
         pooled = (new_mean, tf.math.divide_no_nan(squares, total))
         moving = (self.moving_mean, self.moving_variance)
-        base = (self.base_mean, self.base_variance)
+        base = (window.base_mean, window.base_variance)
         for variable, start, value in zip(moving, base, pooled):
             start = tf.convert_to_tensor(start)
-            variable.assign(start * self.momentum + value * (1.0 - self.momentum))
+            value = start * self.momentum + value * (1.0 - self.momentum)
+            variable.assign(tf.cast(value, variable.dtype))
+
+
+class _Window(keras.layers.Layer):
+    """What a layer's window holds; where it began, and its statistics up to now.
+
+    A layer of its own, so that the file of a model with AccumBatchNormalization can be
+    loaded into one with BatchNormalization, and the other way round: Keras refuses a
+    layer with another number of weights, and does not look at layers that one lacks.
+    """
+
+    moves_state_per_update = True
+
+    @classmethod
+    def of(cls, layer: keras.layers.BatchNormalization) -> "_Window":
+        """The window of a layer that is built, empty."""
+        # At least float32: a count, and sums over many micro-batches.
+        dtype = keras.backend.result_type(layer.variable_dtype, "float32")
+        window = cls(name="window", dtype=dtype, trainable=False)
+        window.build(layer.moving_mean.shape)
+        return window
+
+    def build(self, shape: tuple[int, ...]) -> None:
+        """Create the weights, for statistics of this shape."""
+
+        def weight(name: str, shape: tuple[int, ...]) -> keras.Variable:
+            return self.add_weight(
+                shape, "zeros", trainable=False, autocast=False, name=name
+            )
+
+        self.base_mean = weight("base_mean", shape)
+        self.base_variance = weight("base_variance", shape)
+        self.mean = weight("window_mean", shape)
+        self.squares = weight("window_squares", shape)
+        self.count = weight("window_count", ())
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load the window, or none: the file may be of a BatchNormalization."""
+        if len(store.keys()):
+            super().load_own_variables(store)
+        else:
+            self.count.assign(tf.zeros_like(self.count))
+
+
+@keras.saving.register_keras_serializable(
+    package="keras_accum", name="ReplacedBatchNormalization"
+)
+class _Replacement(AccumBatchNormalization):
+    """What `replace_batch_normalization` puts in place of a BatchNormalization."""
+
+
+# Files name a layer's weights by its class: so a file of the model as it was can be loaded
+# afterwards, and a class of models that makes its layers anew can load what it saved.
+_Replacement.__name__ = keras.layers.BatchNormalization.__name__
 
 
 def replace_batch_normalization(
@@ -182,8 +243,10 @@ def replace_batch_normalization(
     Works in place, at any depth: in functional, Sequential and nested models, and in
     layers that others hold in an attribute. Each `keras.layers.BatchNormalization`
     becomes an `AccumBatchNormalization`; it keeps its name, its weights, whether it is
-    trained, and its place in the model, so that predictions are the same to the bit. A
-    checkpoint of the model as it was has to be loaded before. Compile afterwards.
+    trained, and its place in the model, so that predictions are the same to the bit. It
+    is still called BatchNormalization in summaries and in files, and a file of the model
+    as it was can be loaded before or afterwards. A model of a class of its own makes its
+    layers anew when it is loaded: replace them again. Compile afterwards.
 
     Training still normalises each micro-batch by its own statistics. With `freeze=True`
     nothing is replaced: the layers are frozen, normalise by the statistics that they
@@ -254,15 +317,16 @@ def _check_replaceable(layer: keras.layers.BatchNormalization) -> None:
 
 def _replace(layer: keras.layers.BatchNormalization) -> None:
     """Make `layer` an AccumBatchNormalization, in whatever holds it and calls it."""
-    layer.__class__ = AccumBatchNormalization
+    layer.__class__ = _Replacement
     with taking_more_weights(layer):
-        layer._add_window_weights()
+        layer._open_window = _Window.of(layer)
     layer._last = _Call()
 
 
 class _Call:
     """What the last call of a layer met: statistics before it, and its own."""
 
+    calls = 0  # In training, since the last was pooled.
     before: tuple[tf.Tensor, tf.Tensor] | None = None
     moments: tuple[tf.Tensor, tf.Tensor, tf.Tensor]
 
@@ -308,9 +372,14 @@ def pool_first_or_next(model: keras.Model, first: tf.Tensor | bool) -> None:
 
 
 def forget_calls(model: keras.Model) -> None:
-    """Drop what calls met that were no training."""
+    """Drop what calls met that are none of the micro-batch that comes next."""
     for layer in _layers(model):
         layer._last = _Call()
+
+
+def window_variables(model: keras.Model) -> list[keras.Variable]:
+    """What AccumBatchNormalization keeps of open windows, besides its statistics."""
+    return [v for layer in _layers(model) for v in layer._open_window.weights]
 
 
 def _layers(model: keras.Model) -> list[AccumBatchNormalization]:

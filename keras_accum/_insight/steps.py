@@ -17,6 +17,7 @@ from .._backend.private.layers import call, flatten_layers
 from .._backend.private.losses import take_heard_losses
 from .._backend.private.models import build_for, state_of_layers
 from .._backend.private.replay import RandomBySample
+from .._batch_norm import window_variables
 from .._core.loop import Split, rows_of, take
 from .._core.own_loss import nothing_moves
 from .._optimizer.find import has_known_train_step
@@ -376,6 +377,7 @@ def _recorded(
 def _moving(model: keras.Model, held: list[Any]) -> list[keras.Variable]:
     """The variables that a step may move besides gradients: no seeds, no metrics."""
     own = {id(v) for v in model.variables}
+    of_windows = {id(v) for v in window_variables(model)}
     metrics = {id(v) for metric in model.metrics for v in metric.variables}
     return [
         v
@@ -383,18 +385,8 @@ def _moving(model: keras.Model, held: list[Any]) -> list[keras.Variable]:
         if id(v) in own
         and id(v) not in metrics
         and "seed_generator" not in v.path
-        and v.name not in _OF_WINDOWS
+        and id(v) not in of_windows
     ]
-
-
-# What `AccumBatchNormalization` keeps of a window, and a plain step does not move.
-_OF_WINDOWS = (
-    "base_mean",
-    "base_variance",
-    "window_mean",
-    "window_squares",
-    "window_count",
-)
 
 
 def _array(variable: Any) -> Array:

@@ -36,7 +36,7 @@ from .._backend.private.losses import (
 )
 from .._backend.private.models import build_for
 from .._backend.warn import warn
-from .._batch_norm import begin_windows, check_statistics, pool_calls
+from .._batch_norm import begin_windows, check_statistics, forget_calls, pool_calls
 from .._core.accumulate import BatchGradients, LossFunction, value_and_gradients
 from .._core.gradients import scalar_dtype, sum_dtype
 from .._core.loop import (
@@ -264,6 +264,7 @@ def _loss_function(
             values.append(loss if loss.shape.rank == 0 else tf.zeros((), loss.dtype))
             return loss
 
+        forget_calls(model)
         y_pred = call(model, x)
         if terms.vectors and keras_adds_up and hook is None:
             multiply_summed_losses(model, inverse)

@@ -63,7 +63,6 @@ def accumulate_coupled(
     x, y, sample_weight = batch
     variables, replicas = model.trainable_weights, replica.count()
     y_pred, sums, kinds = predict(model, x, split, jit_compile)
-    forget_calls(model)
     seen = _of_all_replicas(model, x, y, y_pred, sample_weight)
     outputs = tf.nest.flatten(seen[2])
     dtype = scalar_dtype(variables)
@@ -101,6 +100,7 @@ def accumulate_coupled(
 
     def loss_of(micro_batch: Any, micro_rows: tf.Tensor) -> Any:
         x, cotangents = micro_batch
+        forget_calls(model)
         predictions = tf.nest.flatten(call(model, x))
         pool_calls(model)
         share = tf.cast(micro_rows, dtype) / all_rows
