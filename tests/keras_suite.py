@@ -25,6 +25,7 @@ import tempfile
 import types
 
 TESTS = pathlib.Path(__file__).parent
+SECONDS = 180  # That a test may take.
 TRAINERS = (
     "trainers/trainer_test.py",
     "trainers/compile_utils_test.py",
@@ -71,19 +72,33 @@ def pytest_collectstart(collector):
         _replace_optimizers(module)
 
 
+def pytest_collection_modifyitems(items):
+    done = _noted(pathlib.Path(os.environ["KERAS_SUITE_RESULTS"]))
+    items[:] = [item for item in items if item.nodeid not in done]
+
+
+def pytest_runtest_logstart(nodeid, location):
+    _note(nodeid, "hung", f"It did not end in {SECONDS} s.")
+
+
 def pytest_runtest_logreport(report):
     if report.failed or report.when == "call":
         crash = getattr(report.longrepr, "reprcrash", None)
         message = getattr(crash, "message", str(report.longrepr))
-        _results[report.nodeid] = report.outcome, message[:2000]
+        _note(report.nodeid, report.outcome, message[:2000])
+    elif report.skipped:
+        _note(report.nodeid, "skipped", "")
 
 
-_results: dict[str, tuple[str, str]] = {}
+def _note(nodeid, outcome, message):
+    with open(os.environ["KERAS_SUITE_RESULTS"], "a") as results:
+        print(json.dumps([nodeid, outcome, message]), file=results)
 
 
-def pytest_sessionfinish():
-    if path := os.environ.get("KERAS_SUITE_RESULTS"):
-        pathlib.Path(path).write_text(json.dumps(_results))
+def _noted(path):
+    """The last outcome and message of each test, by its name."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {name: (outcome, message) for name, outcome, message in map(json.loads, lines)}
 
 
 class Through(type):
@@ -141,6 +156,9 @@ def _replace_compile(through):
     """Have `compile` wrap the optimizer, or make the model accumulate in its step."""
     from keras.src.trainers.trainer import Trainer
 
+    from keras_accum._backend.private import canaries
+
+    canaries.check()  # They compile a model, as it is.
     plain = Trainer.compile
 
     def compile(self, optimizer="rmsprop", *args, **kwargs):
@@ -209,17 +227,26 @@ def run(folders, checkout, through):
     options += ["-p", "keras_suite", "-p", "no:cacheprovider", "-p", "no:randomly"]
     options += ["--continue-on-collection-errors"]
     options += ["-o", "python_files=*_test.py", "-W", "ignore"]
+    # What hangs in TensorFlow cannot be interrupted: the process ends, with all stacks.
+    options += ["-o", f"faulthandler_timeout={SECONDS}"]
+    options += ["-o", "faulthandler_exit_on_timeout=true"]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, paths)]
+    found = {}
     with tempfile.TemporaryDirectory() as folder:
-        results = pathlib.Path(folder) / "results.json"
+        results = pathlib.Path(folder) / "results"
         environment["KERAS_SUITE_RESULTS"] = str(results)
-        command = [sys.executable, "-m", "pytest", *options, *map(str, paths)]
-        done = subprocess.run(
-            command, env=environment, cwd=folder, capture_output=True, text=True
-        )
-        print(done.stdout[-200:].strip().splitlines()[-1:], file=sys.stderr, flush=True)
-        if not results.exists():
-            sys.exit(done.stdout[-3000:] + done.stderr[-3000:])
-        return json.loads(results.read_text())
+        while True:
+            done = subprocess.run(
+                command, env=environment, cwd=folder, capture_output=True, text=True
+            )
+            print(done.stdout[-200:].strip().splitlines()[-1:], file=sys.stderr)
+            before, found = len(found), _noted(results)
+            if "Timeout (" in done.stderr and len(found) > before:
+                print(done.stderr[-3000:], file=sys.stderr, flush=True)  # Go on after it.
+            elif found:
+                return found
+            else:
+                sys.exit(done.stdout[-3000:] + done.stderr[-3000:])
 
 
 def compare(part, checkout):
