@@ -6,7 +6,7 @@ M = Σ n_j m_j / Σ n_j and, by the law of total variance, the variance
 (Chan, Golub and LeVeque, 1983, "Algorithms for Computing the Sample Variance").
 """
 
-from typing import Any
+from typing import Any, Self
 
 import keras
 import tensorflow as tf
@@ -188,7 +188,7 @@ class _Window(keras.layers.Layer):
     moves_state_per_update = True
 
     @classmethod
-    def of(cls, layer: keras.layers.BatchNormalization) -> "_Window":
+    def of(cls, layer: keras.layers.BatchNormalization) -> Self:
         """The window of a layer that is built, empty."""
         # At least float32: a count, and sums over many micro-batches.
         dtype = keras.backend.result_type(layer.variable_dtype, "float32")

@@ -14,6 +14,7 @@ import argparse
 import collections
 import contextlib
 import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -200,6 +201,7 @@ def _models_as_trainers():
 @contextlib.contextmanager
 def _jax_can_be_imported(name):
     """The tests of trainers import it for all backends; with TensorFlow few need it."""
+    importlib.import_module("keras")  # Which asks for it too, and uses it if it is there.
     missing = name == "trainer_test.py" and importlib.util.find_spec("jax") is None
     if missing:
         sys.modules["jax"] = types.ModuleType("jax")

@@ -51,9 +51,9 @@ OF_TENSORFLOW = {
     "is_control_flow_graph",
 }
 # Private methods of Keras that the package defines anew.
-OVERRIDDEN = {*OF_TENSORFLOW, "_moments", "_open_name_scope"}
+OVERRIDDEN = {*OF_TENSORFLOW, "_layers", "_moments", "_open_name_scope"}
 # What is documented.
-NOT_FOREIGN = {"_getframe", "_replace"}
+NOT_FOREIGN = {"_fields", "_getframe", "_replace"}
 
 
 def names():

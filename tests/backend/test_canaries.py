@@ -215,7 +215,6 @@ LOUD = {
     "models.rows_tracked": "reads attributes, or raises",
     "models.parts_left_unbuilt": "sets attributes that have a canary",
     "optimizers.children_of": "calls a method, or raises",
-    "optimizers.optimizers_of": "reads attributes, or raises",
     "optimizers.restore_deferred": "calls methods that have a canary",
     "randomness.random_state_kept": "puts back what has canaries",
     "strategies.local_component": "reads an attribute that has a canary",

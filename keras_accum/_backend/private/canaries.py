@@ -289,6 +289,12 @@ def optimizers_can_be_steered(_: keras.Model) -> None:
     overwrite()
     _expect(bool(due) and len(variables) == 1, "when averages overwrite weights")
     _expect(float(variable[0]) == 2.0, "how averages overwrite weights")
+    if hasattr(keras.optimizers, "MultiOptimizer"):  # From Keras 3.15 on.
+        part = keras.optimizers.SGD(name="part")
+        parts = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(part))
+        parts.build([variable])
+        places = optimizers.optimizers_of(parts, [variable])
+        _expect(places == [(part, [0])], "the parts of a `MultiOptimizer`")
     for name in (
         "_trackable_children",
         "_handle_deferred_dependencies",
