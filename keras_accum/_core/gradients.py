@@ -113,6 +113,13 @@ def add(total: tf.Tensor, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     return total + tf.cast(gradient, total.dtype)
 
 
+def add_or_none(total: tf.Tensor | None, gradient: Gradient) -> tf.Tensor | None:
+    """`add`, of which one or both may be None."""
+    if gradient is None:
+        return total
+    return tf.convert_to_tensor(gradient) if total is None else add(total, gradient)
+
+
 def sum_dtype(variable: keras.Variable | tf.Variable, dtype: str | None) -> str:
     """The dtype of a sum: `dtype`, or that of `variable`, but float32 at least."""
     own = keras.backend.standardize_dtype(variable.dtype)

@@ -38,7 +38,7 @@ from .._backend.private.models import build_for
 from .._backend.warn import warn
 from .._batch_norm import begin_windows, check_statistics, forget_calls, pool_calls
 from .._core.accumulate import BatchGradients, LossFunction, value_and_gradients
-from .._core.gradients import scalar_dtype, sum_dtype
+from .._core.gradients import add_or_none, scalar_dtype, sum_dtype
 from .._core.loop import (
     Split,
     check_batch,
@@ -151,14 +151,37 @@ def accumulate_model(
     )
     if hook is None:
         weight = window_weight(terms, rows, totals)
-        return found._replace(weight=weight, rest=_rest(model, terms, rows))
-    if not _divides_together(model):
-        return found
-    # Losses are logged by samples, on each replica by its own.
-    own = found.weight * tf.math.divide_no_nan(rows, found.divisor)
-    own = tf.math.divide_no_nan(own, tf.cast(rows_of(batch), own.dtype))
-    parts = [part * own for part in found.parts]
-    return found._replace(loss=found.loss * own, parts=parts)
+        found = found._replace(weight=weight, rest=_rest(model, terms, rows))
+    elif _divides_together(model):
+        # Losses are logged by samples, on each replica by its own.
+        own = found.weight * tf.math.divide_no_nan(rows, found.divisor)
+        own = tf.math.divide_no_nan(own, tf.cast(rows_of(batch), own.dtype))
+        parts = [part * own for part in found.parts]
+        found = found._replace(loss=found.loss * own, parts=parts)
+    if adds_up(model.optimizer):
+        # Regularizers count where there is no sample, too.
+        weight = tf.where(rows > 0, found.weight, tf.ones_like(found.weight))
+        gradients = _regularized_once(model, found.gradients, rows)
+        found = found._replace(weight=weight, gradients=gradients)
+    return found
+
+
+def _regularized_once(
+    model: keras.Model, gradients: list[tf.Tensor | None], rows: tf.Tensor
+) -> list[tf.Tensor | None]:
+    """`gradients` that others are added to, with regularizers in one of them all.
+
+    A replica without a sample has no micro-batch to count them in.
+    """
+    values = [v.value for v in model.trainable_weights]
+    with tf.GradientTape() as tape:
+        tape.watch(values)
+        if (regular := regularization(model)) is None:
+            return gradients
+        present = tf.cast(rows > 0, regular.dtype)
+        once = model.optimizer.once(regular, replica.count(), present)
+        target = model.optimizer.scale_loss(once)
+    return [add_or_none(g, d) for g, d in zip(gradients, tape.gradient(target, values))]
 
 
 def _rest(model: keras.Model, terms: Terms, rows: tf.Tensor) -> tf.Tensor | float:
@@ -270,8 +293,6 @@ def _loss_function(
             multiply_summed_losses(model, inverse)
         with listen_to_reductions(adjust):
             loss = compute_loss(model, x, y, y_pred, sample_weight)
-        if adds_up(model.optimizer) and (regular := regularization(model)) is not None:
-            loss += model.optimizer.once(regular, replica.count())
         model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         pool_calls(model)
         return loss, hook and hook(x, y, y_pred, sample_weight), values

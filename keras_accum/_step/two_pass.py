@@ -37,7 +37,7 @@ from .._backend.private.models import scalar_metrics
 from .._batch_norm import forget_calls, pool_calls
 from .._core.accumulate import BatchGradients, value_and_gradients
 from .._core.added_losses import learn_kinds
-from .._core.gradients import scalar_dtype
+from .._core.gradients import add_or_none, scalar_dtype
 from .._core.loop import Split, for_each_micro_batch, rows_of, take
 from .._core.loss import LossTerm, describe, loss_of_none
 from .._core.moving_state import warn_of_moved
@@ -128,7 +128,7 @@ def accumulate_coupled(
     )
     # What does not pass through the arguments is the same on all replicas.
     direct = [d if d is None else tf.convert_to_tensor(d) / replicas for d in direct]
-    gradients = [_sum(g, d) for g, d in zip(found.gradients, direct)]
+    gradients = [add_or_none(g, d) for g, d in zip(found.gradients, direct)]
     loss = tf.cast(loss, dtype)
     weight = _weight(model, batch, compiled, seen, all_rows) / replicas
     return found._replace(
@@ -302,9 +302,3 @@ def _describe(
             shapes = looked(one)
     spec = list(zip(found["all"], shapes))
     return spec, found["masks"], found["moved"], found["added"]
-
-
-def _sum(gradient: tf.Tensor | None, direct: tf.Tensor | None) -> tf.Tensor | None:
-    if direct is None:
-        return gradient
-    return direct if gradient is None else gradient + tf.cast(direct, gradient.dtype)

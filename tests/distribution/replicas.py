@@ -343,6 +343,15 @@ def a_regulariser_counts_once(strategy, mode):
 
     # Not 13: of no samples on one replica, Keras's own eager step fails here.
     check(make, data(14), strategy, mode, control=False)
+    # One sample: the other replica has none, and adds its share all the same.
+    total = {"loss": keras.losses.MeanSquaredError(reduction="sum")}
+    oracle = train(make, data(1), sgd, mode=mode, **total)
+    summing = accumulating(steps=1, reduction="sum")
+    split = {"accum_steps": 2}
+    found = train(make, data(1), summing, strategy, mode, split=split, **total)
+    assert_same(found, oracle, logs=False)
+    bare = train(dense_model, data(1), sgd, mode=mode, **total)
+    assert_differ(bare[0].get_weights(), oracle[0].get_weights())
 
 
 class Penalty(keras.layers.Layer):
