@@ -11,7 +11,6 @@ from .._backend.private.losses import (
     call_losses,
     is_a_part,
     listen_to_reductions,
-    regularization,
     take_heard_losses,
 )
 from .._backend.private.models import build_compiled
@@ -20,6 +19,7 @@ from .._core.added_losses import learn_kinds
 from .._core.loss import Terms, check_sums, describe, loss_of_none, optimizer_weight
 from .._core.moving_state import moving_layers, warn_of_moving
 from .._core.own_loss import what_is_known
+from .._core.regularizers import is_regularized, regularizers_times
 from .accumulator import Weight
 from .pending import PendingWeight
 
@@ -63,24 +63,26 @@ def _weighted(
         reduced.append(loss_of_none(loss))
         return reduced[-1]
 
-    with listen_to_reductions(note):
+    adds_up = optimizer.reduction == "sum"
+    once = tf.cast(optimizer.is_first, "float32") if adds_up else None
+    with listen_to_reductions(note), regularizers_times(model, once):
         loss = compute()
     learn_kinds(model, arguments[0])
     static, rows = _rows(arguments)
     compiled = tuple(describe(*each, rows=static) for each in reductions)
-    added, regular = tuple(call_losses(model)), regularization(model)
+    added = tuple(call_losses(model))
     # A window that weighs nothing still has what is no mean of weighted samples.
-    rest = rows if added else tf.constant(0.0 if regular is None else 1.0)
+    rest = rows if added else tf.constant(float(is_regularized(model)))
     hook = getattr(model, "compute_loss_weight", None)
     if hook is not None:
         return loss, Weight(tf.convert_to_tensor(hook(*arguments)), rest)
     known = what_is_known(model, arguments, compiled, (loss, reduced, added))
     terms = Terms(compiled, added, *known)
-    if optimizer.reduction == "sum":
+    if adds_up:
         check_sums(terms, model)
         if terms.complete and replica.count() > 1:
             loss += _undivided(terms.vectors, loss.dtype)
-        return (loss if regular is None else loss + optimizer.once(regular)), None
+        return loss, None
     return loss, Weight(optimizer_weight(terms, rows, model), rest)
 
 

@@ -635,22 +635,12 @@ class AccumOptimizer(ScalesLoss):
         begins = tf.equal(self._accumulator.micro_step.value, 0)
         return tf.where(begins, self._next_length(), self._accumulator.length.value)
 
-    def once(
-        self, value: tf.Tensor, replicas: int = 1, present: tf.Tensor | float = 1.0
-    ) -> tf.Tensor:
-        """Zero, whose gradient takes that of `value` out of all micro-batches but one.
-
-        Where gradients are added up, a regularizer counts in the first of a window only.
-
-        Args:
-            value: scalar tensor.
-            replicas: of how many replicas each keeps its share, instead of the whole.
-            present: scalar, how often the micro-batch has it already.
-        """
-        first = tf.equal(self._accumulator.micro_step.value, 0) if self.built else True
-        share = tf.constant(1.0 / replicas, value.dtype)
-        absent = value - tf.stop_gradient(value)
-        return absent * (tf.where(first, share, tf.zeros_like(share)) - present)
+    @property
+    def is_first(self) -> tf.Tensor:
+        """Scalar bool, whether the next micro-batch is the first of a window."""
+        if not self.built:
+            return tf.constant(True)
+        return tf.equal(self._accumulator.micro_step.value, 0)
 
     # -------------------------------------------------------- the end of a window
 

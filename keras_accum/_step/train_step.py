@@ -30,7 +30,6 @@ from .._backend.private.losses import (
     has_own_compute_loss,
     listen_to_reductions,
     multiply_summed_losses,
-    regularization,
     tracked_apart,
     undivided_losses,
 )
@@ -38,7 +37,7 @@ from .._backend.private.models import build_for
 from .._backend.warn import warn
 from .._batch_norm import begin_windows, check_statistics, forget_calls, pool_calls
 from .._core.accumulate import BatchGradients, LossFunction, value_and_gradients
-from .._core.gradients import add_or_none, scalar_dtype, sum_dtype
+from .._core.gradients import scalar_dtype, sum_dtype
 from .._core.loop import (
     Split,
     check_batch,
@@ -54,6 +53,7 @@ from .._core.loss import (
     record_terms,
 )
 from .._core.own_loss import nothing_moves
+from .._core.regularizers import is_regularized, regularizers_times
 from .._optimizer.accumulator import Weight
 from .._optimizer.arguments import check_step_optimizer
 from .._optimizer.averages import apply_reduced, overwrite_by_averages
@@ -158,30 +158,7 @@ def accumulate_model(
         own = tf.math.divide_no_nan(own, tf.cast(rows_of(batch), own.dtype))
         parts = [part * own for part in found.parts]
         found = found._replace(loss=found.loss * own, parts=parts)
-    if adds_up(model.optimizer):
-        # Regularizers count where there is no sample, too.
-        weight = tf.where(rows > 0, found.weight, tf.ones_like(found.weight))
-        gradients = _regularized_once(model, found.gradients, rows)
-        found = found._replace(weight=weight, gradients=gradients)
     return found
-
-
-def _regularized_once(
-    model: keras.Model, gradients: list[tf.Tensor | None], rows: tf.Tensor
-) -> list[tf.Tensor | None]:
-    """`gradients` that others are added to, with regularizers in one of them all.
-
-    A replica without a sample has no micro-batch to count them in.
-    """
-    values = [v.value for v in model.trainable_weights]
-    with tf.GradientTape() as tape:
-        tape.watch(values)
-        if (regular := regularization(model)) is None:
-            return gradients
-        present = tf.cast(rows > 0, regular.dtype)
-        once = model.optimizer.once(regular, replica.count(), present)
-        target = model.optimizer.scale_loss(once)
-    return [add_or_none(g, d) for g, d in zip(gradients, tape.gradient(target, values))]
 
 
 def _rest(model: keras.Model, terms: Terms, rows: tf.Tensor) -> tf.Tensor | float:
@@ -268,6 +245,7 @@ def _loss_function(
 ) -> LossFunction:
     """From a micro-batch and its samples to its loss, its weight, and its loss terms."""
     hook = loss_weight_function(model)
+    share = _share_of_regularizers(model, rows)
     # What layers add is in the loss as it is, whatever the compiled losses are.
     keras_adds_up = terms.complete or not has_own_compute_loss(model)
 
@@ -291,13 +269,26 @@ def _loss_function(
         y_pred = call(model, x)
         if terms.vectors and keras_adds_up and hook is None:
             multiply_summed_losses(model, inverse)
-        with listen_to_reductions(adjust):
+        with listen_to_reductions(adjust), regularizers_times(model, share):
             loss = compute_loss(model, x, y, y_pred, sample_weight)
         model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         pool_calls(model)
         return loss, hook and hook(x, y, y_pred, sample_weight), values
 
     return loss_of
+
+
+def _share_of_regularizers(model: keras.Model, rows: tf.Tensor) -> tf.Tensor | None:
+    """What a replica counts regularizers by, where they count once in a window.
+
+    By its samples: one that has none has no micro-batch to count them in.
+    """
+    optimizer = model.optimizer
+    if not adds_up(optimizer) or not is_regularized(model):
+        return None
+    (all_rows,) = replica.sum_over_replicas([rows])
+    share = tf.math.divide_no_nan(rows, all_rows)
+    return tf.where(optimizer.is_first, share, tf.zeros_like(share))
 
 
 def _denominators(

@@ -31,7 +31,6 @@ from .._backend.private.losses import (
     forget_call_losses,
     has_own_compute_loss,
     listen_to_reductions,
-    regularization,
 )
 from .._backend.private.models import scalar_metrics
 from .._batch_norm import forget_calls, pool_calls
@@ -41,6 +40,7 @@ from .._core.gradients import add_or_none, scalar_dtype
 from .._core.loop import Split, for_each_micro_batch, rows_of, take
 from .._core.loss import LossTerm, describe, loss_of_none
 from .._core.moving_state import warn_of_moved
+from .._core.regularizers import regularizers_times
 from .observer import observer_of
 from .terms import (
     accumulates,
@@ -62,6 +62,7 @@ def accumulate_coupled(
     """
     x, y, sample_weight = batch
     variables, replicas = model.trainable_weights, replica.count()
+    optimizer = model.optimizer
     y_pred, sums, kinds = predict(model, x, split, jit_compile)
     seen = _of_all_replicas(model, x, y, y_pred, sample_weight)
     outputs = tf.nest.flatten(seen[2])
@@ -87,11 +88,11 @@ def accumulate_coupled(
             # Keras adds losses up in one dtype.
             wide = keras.backend.result_type(value.dtype, keras.config.floatx())
             keras.layers.Layer.add_loss(model, tf.cast(value, wide))
-        with listen_to_reductions(note):  # Nobody else is to: this is no micro-batch.
-            loss = target = compute_loss(model, *seen)
-        if adds_up(model.optimizer) and (regular := regularization(model)) is not None:
-            target += model.optimizer.once(regular)
-        target = model.optimizer.scale_loss(target)
+        once = tf.cast(optimizer.is_first, dtype) if adds_up(optimizer) else None
+        # Nobody else is to listen: this is no micro-batch.
+        with listen_to_reductions(note), regularizers_times(model, once):
+            loss = compute_loss(model, *seen)
+        target = optimizer.scale_loss(loss)
     forget_call_losses(model)
     values = [v.value for v in variables]
     cotangents, factors, direct = tape.gradient(target, (outputs, added, values))

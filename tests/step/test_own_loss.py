@@ -83,6 +83,16 @@ class OwnMean(keras.Model):
 LOSSES = {"Sums": "mse", "Normalized": mse(reduction="sum")}
 
 
+class Regularized(keras.Model):
+    """Adds its regularizers as often as it says."""
+
+    times = 1.0
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **kwargs):
+        loss = keras.losses.MeanSquaredError(reduction="sum")(y, y_pred)
+        return loss + self.times * sum(self.losses) if self.times else loss
+
+
 def train(kind, split=None, batch=12, steps=1):
     keras.utils.set_random_seed(1)
     inputs = keras.Input((5,))
@@ -347,3 +357,38 @@ def test_keras_own_loss_of_pairs_of_samples_is_known():
     with pytest.warns(UserWarning) as caught:
         model.train_on_batch(data(8)[0], np.arange(8) % 3)
     assert told(caught) == [COUPLED]
+
+
+@pytest.mark.parametrize(
+    "route", ["optimizer", "both", "both, two passes", "step", "graph"]
+)
+@pytest.mark.parametrize("times", [0.0, 1.0, 0.5])
+def test_a_window_of_sums_has_regularizers_as_often_as_the_loss(times, route, recwarn):
+    """Once in a window, if the loss adds them; not less than not at all, if it does not."""
+
+    def run(times, batch, accum_steps=0, **split):
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((5,))
+        dense = keras.layers.Dense(3, kernel_regularizer=keras.regularizers.L2(0.5))
+        model = Regularized(inputs, dense(inputs))
+        model.times = times
+        if split:
+            ka.accumulate(model, **split)
+        optimizer = keras.optimizers.SGD(0.02)
+        if accum_steps:
+            optimizer = ka.AccumOptimizer(optimizer, accum_steps, reduction="sum")
+        model.compile(optimizer, run_eagerly=route != "graph", jit_compile=False)
+        model.fit(*data(12, outputs=3), batch, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    parts = {
+        "optimizer": {"batch": 4, "accum_steps": 3},
+        "graph": {"batch": 4, "accum_steps": 3},
+        "both": {"batch": 6, "accum_steps": 2, "micro_batch_size": 4},
+        "step": {"batch": 12, "micro_batch_size": 5},
+    }
+    parts["both, two passes"] = {**parts["both"], "two_pass": True}
+    expected = run(times, 12)
+    assert_close(run(times, **parts[route]), expected, 2e-6)
+    assert_differ(run(times + 0.5, 12), expected)
+    assert told(recwarn) == []

@@ -258,17 +258,6 @@ def compute_loss(
     return model._compute_loss(x, y, y_pred, weight, training=True)
 
 
-def regularization(model: keras.Model) -> tf.Tensor | None:
-    """The sum of the weights' regularizers, as Keras adds it to a loss; None without.
-
-    Keras gives them in one list with what layers add in a call.
-    """
-    if not any(v.regularizer is not None for v in model.trainable_variables):
-        return None
-    terms = model._get_regularization_losses()
-    return tf.add_n([model._aggregate_additional_loss(term) for term in terms])
-
-
 def track_loss(model: keras.Model, loss: tf.Tensor, rows: Any) -> None:
     """Add the loss of `rows` samples to what `fit` shows as `loss`."""
     model._loss_tracker.update_state(loss, sample_weight=rows)
