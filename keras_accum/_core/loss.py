@@ -134,12 +134,14 @@ class Terms(NamedTuple):
         understood: indices of those of `compiled` that the loss is a plain sum of; all of
             them, but for a `compute_loss` of the user's (`own_loss.understand`).
         complete: whether nothing else is in the loss.
+        adds_up: whether it adds up over micro-batches, if all terms are sums.
     """
 
     compiled: tuple[LossTerm, ...]
     added: tuple[Any, ...]
     understood: frozenset[int]
     complete: bool
+    adds_up: bool = True
 
     @property
     def vectors(self) -> list[Any]:
@@ -226,6 +228,8 @@ def check_sums(terms: Terms, owner: Any) -> None:
         warn(_SCALAR_ADDED_UP, about=owner)
     elif terms.scalars:
         warn(_ADDED_TO_SUM, about=owner)
+    elif not terms.adds_up:
+        warn(_CONSTANT, about=owner)
 
 
 def refuse_sums(terms: Terms) -> None:
@@ -293,6 +297,12 @@ _SCALAR_ADDED_UP = (
     "over the micro-batches. It is the large batch if it is a sum over samples, and there "
     "are no sample weights: of a scalar, Keras takes the mean by them. Return one value "
     "per sample, from a loss with `reduction='sum'`."
+)
+_CONSTANT = (
+    "The `compute_loss` of this model adds something to sums over samples that does not "
+    "grow with them, such as a penalty on weights. An optimizer with `reduction='sum'` "
+    "adds it up over the micro-batches. Give the weights a `kernel_regularizer`, which "
+    "counts once in a window; or use `accumulate(model, ...)` and a plain optimizer."
 )
 _VECTORS = (
     "A layer of this model passes to `add_loss` what adds up over samples: several values, "

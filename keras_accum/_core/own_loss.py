@@ -25,6 +25,7 @@ from .._backend.private.losses import (
     listen_to_reductions,
 )
 from .loss import LossTerm, describe, loss_of_none
+from .regularizers import without_regularizers
 
 # From (x, y, y_pred, sample_weight) to the loss.
 Compute = Callable[..., tf.Tensor]
@@ -40,6 +41,7 @@ _PASSED_ON = {
 }
 _ADDED_UP = {"AddV2", "Add", "AddN", "Sub", "Pack"}
 _SAMPLES = (1, 4)
+_SPLIT = (slice(0, _SAMPLES[0]), slice(*_SAMPLES))
 
 
 class Understanding(NamedTuple):
@@ -48,10 +50,13 @@ class Understanding(NamedTuple):
     Attributes:
         terms: indices of the Keras losses that it is a plain sum of.
         complete: whether there is nothing else in it.
+        adds_up: whether the losses of micro-batches, but for regularizers, add up to that
+            of the batch, if all of its terms are sums.
     """
 
     terms: frozenset[int]
     complete: bool
+    adds_up: bool = True
 
 
 def what_is_known(
@@ -130,7 +135,34 @@ def _understand(model: keras.Model, arguments: Any, traced: Any) -> Understandin
     terms = frozenset(reader.found)
     if not complete or _holds_on_made_up(compute, arguments, terms) is not True:
         return nothing
-    return Understanding(terms, True)
+    return Understanding(terms, True, _adds_up_on_made_up(model, compute, arguments))
+
+
+def _adds_up_on_made_up(model: keras.Model, compute: Compute, arguments: Any) -> bool:
+    """Whether made-up samples have the loss of two parts together: no term is there twice.
+
+    True if that cannot be said. Regularizers are left out: they count once anyway.
+    """
+    try:
+        with tf.init_scope(), without_regularizers(model):
+            whole, *parts = [
+                _loss_of(compute, batch, frozenset(), [], 1.0)[0]
+                for batch in _whole_and_parts(arguments, _positive)
+            ]
+    except Exception:
+        return True
+    return bool(np.isclose(sum(parts), whole, rtol=1e-4, atol=1e-6))
+
+
+def _whole_and_parts(arguments: Any, draw: Any) -> list[Any]:
+    """Made-up samples, and the two parts that they are split into."""
+    rng = np.random.default_rng(0)
+    count = _SAMPLES[1]
+    batch = tf.nest.map_structure(lambda spec: made_up(rng, spec, count, draw), arguments)
+    return [batch] + [
+        tf.nest.map_structure(lambda t, rows=rows: None if t is None else t[rows], batch)
+        for rows in _SPLIT
+    ]
 
 
 def _trace(compute: Compute, arguments: Any) -> Any:
@@ -263,17 +295,10 @@ def _holds_on_made_up(
 def _holds_on(
     compute: Compute, arguments: Any, terms: frozenset[int] | None, draw: Any
 ) -> bool | None:
-    rng = np.random.default_rng(0)
-    count = _SAMPLES[1]
-    batch = tf.nest.map_structure(lambda spec: made_up(rng, spec, count, draw), arguments)
+    batch, *parts = _whole_and_parts(arguments, draw)
     whole, met = _loss_of(compute, batch, frozenset(), [], 1.0)
     if terms is None:
         terms = frozenset(range(len(met)))
-    split = [slice(0, _SAMPLES[0]), slice(*_SAMPLES)]
-    parts = [
-        tf.nest.map_structure(lambda t, rows=rows: None if t is None else t[rows], batch)
-        for rows in split
-    ]
     # What a batch divides by is what its parts do, together.
     each = [_loss_of(compute, part, frozenset(), [], 1.0)[1] for part in parts]
     weights = [
@@ -281,8 +306,8 @@ def _holds_on(
         for same in zip(*each)
     ]
     total = 0.0
-    for rows, part in zip(split, parts):
-        inverse = count / (rows.stop - rows.start)
+    for rows, part in zip(_SPLIT, parts):
+        inverse = _SAMPLES[1] / (rows.stop - rows.start)
         total += _loss_of(compute, part, terms, weights, inverse)[0] / inverse
     if not (np.isfinite(whole) and np.isfinite(total)):
         return None

@@ -35,12 +35,26 @@ def regularizers_times(model: keras.Model, factor: tf.Tensor | None) -> Iterator
         model: the model.
         factor: scalar tensor; None for 1.
     """
-    variables = [] if factor is None else model.trainable_variables
-    found = [(v, v.regularizer) for v in variables if v.regularizer is not None]
+    if factor is None:
+        yield
+        return
+    with _replaced(model, lambda regularizer: _Scaled(regularizer, factor)):
+        yield
+
+
+def without_regularizers(model: keras.Model) -> contextlib.AbstractContextManager[None]:
+    """Leave the regularizers of `model` out of what is computed inside."""
+    return _replaced(model, lambda _: None)
+
+
+@contextlib.contextmanager
+def _replaced(model: keras.Model, new: Callable[[Any], Any]) -> Iterator[None]:
+    variables = [v for v in model.trainable_variables if v.regularizer is not None]
+    before = [v.regularizer for v in variables]
     try:
-        for variable, regularizer in found:
-            variable.regularizer = _Scaled(regularizer, factor)
+        for variable, regularizer in zip(variables, before):
+            variable.regularizer = new(regularizer)
         yield
     finally:
-        for variable, regularizer in found:
+        for variable, regularizer in zip(variables, before):
             variable.regularizer = regularizer

@@ -93,6 +93,14 @@ class Regularized(keras.Model):
         return loss + self.times * sum(self.losses) if self.times else loss
 
 
+class Penalized(Regularized):
+    """Adds a penalty on weights by hand."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **kwargs):
+        loss = super().compute_loss(x, y, y_pred, sample_weight)
+        return loss + 0.1 * keras.ops.sum(self.layers[-1].kernel ** 2)
+
+
 def train(kind, split=None, batch=12, steps=1):
     keras.utils.set_random_seed(1)
     inputs = keras.Input((5,))
@@ -359,36 +367,61 @@ def test_keras_own_loss_of_pairs_of_samples_is_known():
     assert told(caught) == [COUPLED]
 
 
-@pytest.mark.parametrize(
-    "route", ["optimizer", "both", "both, two passes", "step", "graph"]
-)
+SUM_ROUTES = {
+    "optimizer": {"batch": 4, "accum_steps": 3},
+    "graph": {"batch": 4, "accum_steps": 3},
+    "both": {"batch": 6, "accum_steps": 2, "micro_batch_size": 4},
+    "both, two passes": {
+        **{"batch": 6, "accum_steps": 2, "micro_batch_size": 4},
+        "two_pass": True,
+    },
+    "step": {"batch": 12, "micro_batch_size": 5},
+}
+
+
+def train_sums(kind, batch, accum_steps=0, eager=True, times=1.0, **split):
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((5,))
+    dense = keras.layers.Dense(3, kernel_regularizer=keras.regularizers.L2(0.5))
+    model = kind(inputs, dense(inputs))
+    model.times = times
+    if split:
+        ka.accumulate(model, **split)
+    optimizer = keras.optimizers.SGD(0.02)
+    if accum_steps:
+        optimizer = ka.AccumOptimizer(optimizer, accum_steps, reduction="sum")
+    model.compile(optimizer, run_eagerly=eager, jit_compile=False)
+    model.fit(*data(12, outputs=3), batch, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("route", SUM_ROUTES)
 @pytest.mark.parametrize("times", [0.0, 1.0, 0.5])
 def test_a_window_of_sums_has_regularizers_as_often_as_the_loss(times, route, recwarn):
     """Once in a window, if the loss adds them; not less than not at all, if it does not."""
-
-    def run(times, batch, accum_steps=0, **split):
-        keras.utils.set_random_seed(1)
-        inputs = keras.Input((5,))
-        dense = keras.layers.Dense(3, kernel_regularizer=keras.regularizers.L2(0.5))
-        model = Regularized(inputs, dense(inputs))
-        model.times = times
-        if split:
-            ka.accumulate(model, **split)
-        optimizer = keras.optimizers.SGD(0.02)
-        if accum_steps:
-            optimizer = ka.AccumOptimizer(optimizer, accum_steps, reduction="sum")
-        model.compile(optimizer, run_eagerly=route != "graph", jit_compile=False)
-        model.fit(*data(12, outputs=3), batch, shuffle=False, verbose=0)
-        return model.get_weights()
-
-    parts = {
-        "optimizer": {"batch": 4, "accum_steps": 3},
-        "graph": {"batch": 4, "accum_steps": 3},
-        "both": {"batch": 6, "accum_steps": 2, "micro_batch_size": 4},
-        "step": {"batch": 12, "micro_batch_size": 5},
-    }
-    parts["both, two passes"] = {**parts["both"], "two_pass": True}
-    expected = run(times, 12)
-    assert_close(run(times, **parts[route]), expected, 2e-6)
-    assert_differ(run(times + 0.5, 12), expected)
+    how = {"times": times, "eager": route != "graph"}
+    expected = train_sums(Regularized, 12, **how)
+    assert_close(train_sums(Regularized, **SUM_ROUTES[route], **how), expected, 2e-6)
+    assert_differ(train_sums(Regularized, 12, times=times + 0.5), expected)
     assert told(recwarn) == []
+
+
+@pytest.mark.parametrize("route", SUM_ROUTES)
+def test_a_penalty_by_hand_beside_sums_is_exact_in_the_step_alone(route):
+    eager = route != "graph"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        found = train_sums(Penalized, **SUM_ROUTES[route], eager=eager)
+    expected = train_sums(Penalized, 12, eager=eager)
+    if route == "step":
+        assert_close(found, expected, 2e-6)
+        assert told(caught) == []
+        return
+    assert_differ(found, expected)
+    assert told(caught) == [
+        "The `compute_loss` of this model adds something to sums over samples that does "
+        "not grow with them, such as a penalty on weights. An optimizer with "
+        "`reduction='sum'` adds it up over the micro-batches. Give the weights a "
+        "`kernel_regularizer`, which counts once in a window; or use `accumulate(model, "
+        "...)` and a plain optimizer."
+    ]
