@@ -155,16 +155,30 @@ def made_up(model: keras.Model) -> Any:
         specs = keras.tree.map_shape_structure(
             lambda s: keras.KerasTensor(s, "float32"), shape
         )
-    rng = np.random.default_rng(0)
-    return keras.tree.map_structure(lambda spec: _made_up(rng, spec), specs)
+    rng, top = np.random.default_rng(0), _top_of(model)
+    return keras.tree.map_structure(lambda spec: _made_up(rng, spec, top), specs)
 
 
-def _made_up(rng: np.random.Generator, spec: Any) -> tf.Tensor:
+def _top_of(model: keras.Model) -> float:
+    """Where the range of inputs ends: what the first `Rescaling` makes 1 of, if any.
+
+    An image in parts of 255 that is rescaled again is nearly black all over: no sample
+    of it differs from another.
+    """
+    scales = [x.scale for x in flatten_layers(model) if isinstance(x, _Rescaling)]
+    known = scales and np.ndim(scales[0]) == 0 and float(scales[0])
+    return 1 / abs(float(scales[0])) if known else 1.0
+
+
+_Rescaling = keras.layers.Rescaling
+
+
+def _made_up(rng: np.random.Generator, spec: Any, top: float = 1.0) -> tf.Tensor:
     open_size = _SIDE if len(spec.shape) >= 4 else _LENGTH
     shape = [_SAMPLES, *(open_size if n is None else n for n in spec.shape[1:])]
     dtype = tf.as_dtype(keras.backend.standardize_dtype(spec.dtype))
     if dtype.is_floating:
-        return tf.cast(rng.uniform(0.0, 1.0, shape), dtype)
+        return tf.cast(rng.uniform(0.0, top, shape), dtype)
     numbers = rng.integers(0, 2, shape)
     numbers[:, :1] = 1  # No sample is a mask of nothing.
     return tf.cast(numbers, dtype)
