@@ -186,10 +186,15 @@ def _reduction(facts: Facts) -> Match | None:
     kinds = {str(kind) for kind in facts.loss.reductions}
     if facts.own_loss:
         return None
+    mean = "sum_over_batch_size"
     if kinds & {"None", "none"}:
-        return Match(values={"kind": "none"})
-    wrong = facts.accumulates and facts.optimizer.reduction == "mean" and "sum" in kinds
-    return _if(wrong, kind="sum")
+        return Match(values={"kind": "none", "remedy": mean})
+    if not facts.accumulates:
+        return None
+    if facts.optimizer.reduction == "mean":
+        return _if("sum" in kinds, kind="sum", remedy=mean)
+    means = sorted(kinds - {"sum"})
+    return _if(means, kind=means[0] if means else "", remedy="sum")
 
 
 def _several(facts: Facts) -> Match | None:
@@ -419,8 +424,8 @@ RULES = (
         "loss_reduction",
         "differs",
         "A loss has `reduction='{kind}'`, which is refused here: a mean of sums is none, "
-        "and one value per sample is no loss.",
-        "loss = keras.losses.MeanSquaredError(reduction='sum_over_batch_size')",
+        "nor is a sum of means one, and one value per sample is no loss.",
+        "loss = keras.losses.MeanSquaredError(reduction='{remedy}')",
         _KERAS,
         _reduction,
     ),
