@@ -347,6 +347,7 @@ def test_a_skipped_step_of_the_validation_data_leaves_the_window_alone():
 # ------------------------------------------------------------------ as BatchNormalization
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("options", "mode"),
     [

@@ -44,7 +44,10 @@ def assert_compared(printed, first=1):
     assert "Checked: the weights differ by" in printed
 
 
-@pytest.mark.parametrize("route", ["optimizer", "step"])
+# Both routes on replicas: `tests/distribution/test_replicas.py`.
+@pytest.mark.parametrize(
+    "route", ["step", pytest.param("optimizer", marks=pytest.mark.slow)]
+)
 def test_train_multi_gpu(route):
     options = ["--devices", "cpu:2", "--route", route, "--epochs", 2]
     printed = run("train_multi_gpu.py", *options)
@@ -59,10 +62,16 @@ def test_train_multi_gpu_takes_whole_micro_batches_only():
         "--batch-size 128 is not a multiple of --micro-batch-size 16 x 3 replicas: an "
         "update takes whole micro-batches, as many on each replica. Use --batch-size 144."
     )
-    printed = run("train_multi_gpu.py", "--devices", "tpu:2", code=1)
-    assert "--devices tpu:2 is not auto, cpu:2, gpu:4 or the like." in printed
 
 
+def test_train_multi_worker():
+    printed = run("train_multi_worker.py", "--epochs", 2)
+    assert "16 samples x 4 accum_steps x 2 replicas = effective batch 128" in printed
+    assert_compared(printed)
+
+
+# `tests/distribution/test_workers.py` loses a worker, and resumes.
+@pytest.mark.slow
 def test_train_multi_worker_resumes_after_a_worker_was_lost(tmp_path):
     backup = tmp_path / "backup"
     options = ["--epochs", 3, "--backup-dir", backup]

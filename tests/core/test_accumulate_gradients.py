@@ -449,6 +449,7 @@ def test_a_gradient_that_only_some_micro_batches_have_is_kept():
     assert_close(gradients, [np.float32([9 / 3]), np.float32([-1.5 / 3])])
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_is_accumulated_in_float32(dtype, mode):
     """Where 1/1024 is added to 1 again and again, half precision would stay at 1."""

@@ -113,7 +113,8 @@ def train(make, arrays, optimizer, strategy=None, mode="graph", **how):
         arrays: inputs, targets and perhaps sample weights.
         optimizer: gives an optimizer.
         strategy: where to train, in batches of `batch_size` samples.
-        mode: "graph" or "eager".
+        mode: "graph" or "eager"; without a `strategy`, eager, where tracing would take
+            longer than the few steps.
         how: `split`, as for `accumulate`; `two_pass`; `batch_size`; `epochs`;
             `class_weight`; `callbacks`; and arguments of `compile`.
 
@@ -131,7 +132,8 @@ def train(make, arrays, optimizer, strategy=None, mode="graph", **how):
             ka.accumulate(model, **split, two_pass=two_pass)
         optimizer = optimizer()
         optimizer.build(model.trainable_variables)
-        model.compile(optimizer, run_eagerly=mode == "eager", jit_compile=False, **how)
+        eager = strategy is None or mode == "eager"
+        model.compile(optimizer, run_eagerly=eager, jit_compile=False, **how)
     x, y, weight = keras.utils.unpack_x_y_sample_weight(arrays)
     history = model.fit(
         x,
@@ -182,7 +184,7 @@ def check(
     The control is plain Keras on the replicas: each divides by what it holds itself.
     """
     how = {"loss": "mse", **how}
-    oracle = train(make, arrays, inner, mode="eager", **how)
+    oracle = train(make, arrays, inner, **how)
     micro = {"batch_size": BATCH, **how}
     found = train(make, arrays, accumulating(inner), strategy, mode, **micro)
     assert_same(found, oracle, rtol, logs=False)
@@ -213,7 +215,6 @@ def optimizers():
         "clipvalue, ema": lambda: keras_optimizers.SGD(0.5, clipvalue=0.01, **averages),
         "adamw": lambda: keras_optimizers.AdamW(0.01, epsilon=1e-3),
         "muon": lambda: keras_optimizers.Muon(0.01),
-        "lion": lambda: keras_optimizers.Lion(0.001),
     }
 
 
@@ -227,20 +228,22 @@ def every_setting_of_an_optimizer_acts_on_the_reduced_gradient(strategy, mode):
     # Three updates: what is overwritten by averages after the second shows in the third.
     arrays, how = data(SAMPLES), {"loss": "mse", "mode": mode, "epochs": 3}
     for name, inner in optimizers().items():
-        print(name)
         if mode == "eager" and name != "clipvalue, ema":
             continue
-        rtol = 2e-5 if name in ("adamw", "muon", "lion") else 2e-6
+        print(name)
+        rtol = 2e-5 if name in ("adamw", "muon") else 2e-6
         oracle = train(constrained, arrays, inner, **how)
         micro = {**how, "batch_size": BATCH}
         found = train(constrained, arrays, accumulating(inner), strategy, **micro)
         assert_same(found, oracle, rtol, logs=False)
+        if name not in ("global_clipnorm, decay", "clipvalue, ema"):
+            continue  # In the step, the optimizer is called as it is without.
         split = {"accum_steps": 3}
         found = train(constrained, arrays, inner, strategy, split=split, **how)
         assert_same(found, oracle, rtol)
 
 
-@scenario("invariance")
+@scenario("invariance", "graph")
 def one_two_and_four_replicas_give_the_same_weights(strategy, mode):
     """Run with 1, 2 and 4 replicas, each against the same oracle."""
     check(dense_model, data(SAMPLES), strategy, mode, control=False, metrics=["mae"])
@@ -286,10 +289,11 @@ def a_short_last_batch_weighs_what_it_holds(strategy, mode):
 def sample_weights_are_summed_over_replicas(strategy, mode):
     x, y = data(SAMPLES)
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-    check(dense_model, (x, y, uneven(SAMPLES)), strategy, mode, loss=loss)
+    how = {"loss": loss, "together": False}
+    check(dense_model, (x, y, uneven(SAMPLES)), strategy, mode, **how)
 
 
-@scenario("weights")
+@scenario("weights", "graph")
 def tokens_are_counted_over_replicas(strategy, mode):
     """transformers#34191: the denominator is the window's tokens, across devices too."""
     arrays = tokens(SAMPLES)
@@ -342,7 +346,7 @@ def a_regulariser_counts_once(strategy, mode):
         return dense_model(kernel_regularizer=keras.regularizers.L2(0.3))
 
     # Not 13: of no samples on one replica, Keras's own eager step fails here.
-    check(make, data(14), strategy, mode, control=False)
+    check(make, data(14), strategy, mode, control=False, together=False)
     # One sample: the other replica has none, and adds its share all the same.
     total = {"loss": keras.losses.MeanSquaredError(reduction="sum")}
     oracle = train(make, data(1), sgd, mode=mode, **total)
@@ -389,7 +393,8 @@ class Total(keras.layers.Layer):
 @scenario("losses", "graph")
 def sums_that_a_layer_adds_are_over_all_samples(strategy, mode):
     """In the step: an optimizer alone takes them for means, and warns."""
-    for axis in (None, -1):
+    both = {"split": {"accum_steps": 2}}
+    for axis, two_pass, split in ((None, False, both), (-1, True, {})):
 
         def make(axis=axis):
             keras.utils.set_random_seed(1)
@@ -399,18 +404,16 @@ def sums_that_a_layer_adds_are_over_all_samples(strategy, mode):
             return keras.Model(inputs, keras.layers.Dense(3)(hidden))
 
         oracle = train(make, data(16), sgd, mode=mode, loss="mse")
-        for two_pass in (False, True):
-            how = {"split": {"accum_steps": 3}, "two_pass": two_pass}
-            found = train(make, data(16), sgd, strategy, mode, loss="mse", **how)
-            assert_same(found, oracle)
+        how = {"split": {"accum_steps": 3}, "two_pass": two_pass}
+        found = train(make, data(16), sgd, strategy, mode, loss="mse", **how)
+        assert_same(found, oracle)
         how = {"mode": mode, "loss": keras.losses.MeanSquaredError(reduction="sum")}
         small = lambda: keras.optimizers.SGD(0.01)  # noqa: E731
         summing = accumulating(small, reduction="sum")
         expected = train(make, data(16), small, **how)
-        for split in ({}, {"split": {"accum_steps": 2}}):
-            micro = {"batch_size": BATCH, **split, **how}
-            found = train(make, data(16), summing, strategy, **micro)
-            assert_same(found, expected, logs=False)
+        micro = {"batch_size": BATCH, **split, **how}
+        found = train(make, data(16), summing, strategy, **micro)
+        assert_same(found, expected, logs=False)
         naive = train(make, data(16), sgd, strategy, mode, loss="mse")
         assert_differ(naive[0].get_weights(), oracle[0].get_weights(), what="plain Keras")
 
@@ -492,10 +495,9 @@ def inputs_in_a_dictionary_and_dropout_train(strategy, mode):
     x, y = data(SAMPLES)
     arrays = ({"a": x[:, :3], "b": x[:, 3:]}, y)
     check(make, arrays, strategy, mode, control=False, together=False)
-    split = {"accum_steps": 3}
-    how = {"loss": "mse", "split": split}
+    how = {"loss": "mse", "split": {"accum_steps": 3}}
     dropped, _ = train(lambda: make(0.5), arrays, sgd, strategy, mode, **how)
-    exact, _ = train(make, arrays, sgd, strategy, mode, **how)
+    exact, _ = train(make, arrays, sgd, loss="mse")
     assert_differ(dropped.get_weights(), exact.get_weights())
 
 
@@ -747,17 +749,18 @@ def storages(folder):
     }
 
 
-@scenario("state")
+@scenario("state", "eager")
 def a_window_goes_on_with_another_number_of_replicas(strategy, mode):
     """Saved in mid-window on 2 replicas, or on 1, and loaded on 1, or on 2."""
     arrays = data(SAMPLES)
     oracle, _ = train(dense_model, arrays, sgd, mode=mode, loss="mse", epochs=1)
-    ways = ("weights", "keras", "checkpoint") if mode == "eager" else ("weights",)
     for before, afters in ((strategy, (strategy, None)), (None, (strategy,))):
         model = started(before, arrays, mode)
         feed(model, arrays, slice(0, 8))
         with tempfile.TemporaryDirectory() as folder:
-            for way, after in itertools.product(ways, afters):
+            for way, after in itertools.product(
+                ("weights", "keras", "checkpoint"), afters
+            ):
                 print(way, before, after)
                 save, load = storages(pathlib.Path(folder))[way]
                 save(model)
@@ -915,7 +918,7 @@ def one_reduction_per_window_whatever_its_length(strategy, mode):
         return [int(count) for count in REDUCTIONS.counts]
 
     parameters = 4 * dense_model().count_params()
-    for steps in (1, 3, 6) if mode == "graph" else (3,):
+    for steps in (1, 6) if mode == "graph" else (3,):
         found = reductions(accumulating(steps=steps), batch_size=4)
         # Beside the sums of 4 variables: the weight, and what was dropped.
         assert found == [6 // steps, 6 * 6 // steps, (parameters + 8) * 6 // steps], found
@@ -948,7 +951,6 @@ TYPES = {
     ("float64", "float64"): 1e-13,
     ("float64", "float32"): 1e-6,
     ("mixed_bfloat16", "float64"): 2e-2,
-    ("bfloat16", "float32"): 2e-2,
 }
 
 
@@ -970,8 +972,8 @@ def check_types(strategy, mode, types):
 @scenario("reductions")
 def each_type_is_reduced_apart(strategy, mode):
     """And to the precision of its own."""
-    mixed = [("float64", "float32")]
-    check_types(strategy, mode, mixed if mode == "eager" else TYPES)
+    wide, *mixed = TYPES
+    check_types(strategy, mode, [wide] if mode == "eager" else mixed)
 
 
 @scenario("reductions")

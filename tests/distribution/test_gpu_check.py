@@ -39,6 +39,8 @@ def run(*options, code=0):
     return ended.stdout + ended.stderr
 
 
+# Numbers of both routes on replicas: `test_replicas.py`. The report: the test below.
+@pytest.mark.slow
 def test_the_report_on_two_logical_cpus():
     printed = run("--devices", "cpu:2", "--quick")
     number = r"([\d.e+-]+) +"
@@ -51,6 +53,30 @@ def test_the_report_on_two_logical_cpus():
     costs = r"\| 2 +\| float32 +\| 32 +" + rf"\| {number}" * 6
     assert min(map(float, re.search(costs, printed).groups())) > 0
     assert "All numbers are right." in printed
+
+
+@pytest.mark.parametrize("route", [None, "optimizer", "step"])
+def test_the_report_judges_what_was_measured(gpu_check, monkeypatch, capsys, route):
+    def measured(function, case, method=None):
+        if function is gpu_check.measure_method:
+            return 12.5, None if method == "step" else 3.0
+        wrong = route is not None and (case.count, case.dtype) == (2, "float32")
+        good = {"optimizer": 1e-7, "step": 2e-7, "large": 1e-1, "moved": 1.0}
+        return {**good, **({route: 0.5} if wrong else {})}
+
+    monkeypatch.setattr(gpu_check, "in_own_process", measured)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--devices", "cpu:2", "--quick"])
+    if route is None:
+        gpu_check.main()
+    else:
+        with pytest.raises(SystemExit, match=r"A number is wrong\. Please report it"):
+            gpu_check.main()
+    printed = capsys.readouterr().out
+    row = r"\| 2 +\| float32 +" + r"\| [\d.e+-]+ +" * 4 + r"\| (.*?) +\|"
+    assert re.search(row, printed)[1] == (f"WRONG: {route}" if route else "right")
+    assert printed.count("| right ") == (4 if route is None else 3)
+    assert re.search(r"\| 2 +\| float32 +\| \d+ +" + r"\| 12.5 +" * 3, printed)
+    assert ("All numbers are right." in printed) == (route is None)
 
 
 def test_a_wrong_number_is_called_wrong(gpu_check):

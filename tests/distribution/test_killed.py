@@ -21,7 +21,10 @@ HELPERS = str(pathlib.Path(__file__).parents[1])
 PATHS = [HELPERS, os.environ.get("PYTHONPATH", "")]
 
 
-@pytest.mark.parametrize(("replicas", "kills"), [(1, 3), (2, 1)])
+# On replicas, `a_window_goes_on_with_another_number_of_replicas` shows what is saved.
+@pytest.mark.parametrize(
+    ("replicas", "kills"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow)]
+)
 def test_killed_at_random(replicas, kills):
     script = pathlib.Path(__file__).with_name("killed.py")
     how = ["--kills", str(kills), "--replicas", str(replicas)]

@@ -3,6 +3,7 @@
 The scenarios of `replicas.py` run in processes of their own, a group in each.
 """
 
+import itertools
 import os
 import pathlib
 import subprocess
@@ -37,9 +38,21 @@ def run(names, replicas=2):
     return Ended(code == 0, passed_in(printed), f"code: {code}\n{printed[-5000:]}")
 
 
-@pytest.mark.parametrize("group", [g for g in GROUPS if g != "invariance"])
-def test_on_two_replicas(group):
-    run_group(GROUPS[group], run)
+# What shares a process: each new one imports TensorFlow for seconds.
+PROCESSES = [
+    ["weights", "losses", "custom loops"],
+    ["optimizers", "state"],
+    ["reductions", "coupled", "planning"],
+]
+
+
+@pytest.mark.parametrize("groups", PROCESSES, ids=", ".join)
+def test_on_two_replicas(groups):
+    run_group([name for group in groups for name in GROUPS[group]], run)
+
+
+def test_each_group_has_its_process():
+    assert sorted([*itertools.chain(*PROCESSES), "invariance"]) == sorted(GROUPS)
 
 
 @pytest.mark.parametrize("replicas", [1, 4])

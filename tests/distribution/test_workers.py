@@ -80,9 +80,8 @@ def run(names, folder):
 SHARED = [name for name in SCENARIOS if name not in LOSSES]
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_on_two_workers(half, tmp_path):
-    run_group(SHARED[half::2], lambda names: run(names, tmp_path))
+def test_on_two_workers(tmp_path):
+    run_group(SHARED, lambda names: run(names, tmp_path))
 
 
 def test_a_scenario_that_fails_is_seen(tmp_path):
@@ -109,6 +108,7 @@ def test_a_worker_that_dies_ends_the_other_and_training_resumes(tmp_path):
     run_group(["training_resumes"], lambda names: run(names, tmp_path))
 
 
+@pytest.mark.slow  # To the other, it is as one that dies, and takes longer.
 def test_a_worker_that_stops_ends_the_other(tmp_path):
     lose("worker_1_stops", tmp_path, ["UnavailableError"])
 

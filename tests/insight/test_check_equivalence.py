@@ -83,8 +83,15 @@ def test_the_bias_of_keys_is_zero_but_for_rounding():
     assert said in str(report)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("optimizer", [keras.optimizers.SGD, windows])
+@pytest.mark.parametrize(
+    ("policy", "optimizer"),
+    [
+        ("mixed_bfloat16", windows),
+        ("mixed_float16", keras.optimizers.SGD),
+        pytest.param("mixed_bfloat16", keras.optimizers.SGD, marks=pytest.mark.slow),
+        pytest.param("mixed_float16", windows, marks=pytest.mark.slow),
+    ],
+)
 def test_low_precision_has_a_higher_floor(policy, optimizer):
     keras.config.set_dtype_policy(policy)
     model = compiled(dense_model(), optimizer())
@@ -189,8 +196,15 @@ def test_a_metric_of_the_batch_is_found_and_the_update_is_equal():
 # -------------------------------------------------------- the model is what it was
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("optimizer", [lambda: keras.optimizers.Adam(), windows])
+@pytest.mark.parametrize(
+    ("fails", "optimizer"),
+    [
+        (False, windows),
+        (True, lambda: keras.optimizers.Adam()),
+        pytest.param(True, windows, marks=pytest.mark.slow),
+        pytest.param(False, lambda: keras.optimizers.Adam(), marks=pytest.mark.slow),
+    ],
+)
 def test_the_model_is_to_the_bit_what_it_was(fails, optimizer, monkeypatch):
     middle = [layers.BatchNormalization(), layers.Dropout(0.5)]
     model = compiled(model_with(*middle), optimizer(), metrics=["mae"], eager=fails)

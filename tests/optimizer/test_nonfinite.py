@@ -206,6 +206,7 @@ def test_a_skipped_micro_batch_leaves_a_variable_to_be_overwritten_alone(mode):
 # --- skip_window
 
 
+@pytest.mark.slow_in("xla")
 def test_a_skipped_window_changes_nothing_and_the_next_one_is_clean(mode):
     run, oracle, control = Accumulating(mode, "skip_window"), Plain(), Plain()
     for seed, bad in enumerate([(), (FIRST,), (MIDDLE,), (LAST,), (FIRST, LAST), ()]):

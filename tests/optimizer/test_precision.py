@@ -221,6 +221,7 @@ FIRST, MIDDLE, LAST = 0, 1, 3
 SCRIPT = [(), (), (FIRST,), (), (MIDDLE,), (LAST,), (), (FIRST, LAST), (), (), ()]
 
 
+@pytest.mark.slow_in("xla")
 def test_scale_growth_and_iterations_follow_the_large_batch(mode):
     variables, plain_variables = two_variables(), two_variables()
     optimizer = ka.AccumOptimizer(LossScaleOptimizer(inner(), 8.0, 2), 4)

@@ -168,6 +168,7 @@ def test_layers_that_drop(kind, mode):
     compare(lambda: block_of(KINDS[kind]()), SEQUENCES, mode)
 
 
+@pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float64"])
 def test_the_mask_is_that_of_the_type_computed_in(policy, mode):
     """The numbers that a mask is made of differ from type to type."""
