@@ -88,7 +88,7 @@ def hide_seed(patch):
 
 
 def hide_regularizers(patch):
-    patch.setattr(keras.Model, "_aggregate_additional_loss", lambda self, loss: 2 * loss)
+    patch.setattr(keras.Model, "_get_regularization_losses", lambda self: [])
 
 
 def hide_workers(patch):

@@ -128,17 +128,16 @@ def training_steps_are_seen(model: keras.Model) -> None:
 
 
 def regularizers_are_asked(model: keras.Model) -> None:
-    """A loss asks the regularizer that a weight has then, and adds what it says.
+    """Losses are asked of the regularizers that weights have then.
 
     In its place stands another one where gradients are added up.
     """
     kernel = model.get_layer("dense").kernel
     kernel.assign([[3.0]])
     kernel.regularizer = keras.regularizers.L2(0.5)
-    zero = tf.zeros((1, 1))
-    total = model.compute_loss(zero, zero, zero)
+    found = [float(loss) for loss in model.losses]
     kernel.regularizer = None
-    _expect(float(total) == 4.5, "the regularizers of weights")
+    _expect(4.5 in found, "the regularizers of weights")
 
 
 def compile_asks_an_optimizer(model: keras.Model) -> None:
