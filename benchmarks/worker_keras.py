@@ -64,8 +64,9 @@ def prepare(method: str, model: str, xla: bool, k: int) -> float:
 
 def memory(method: str, model: str, xla: bool, k: int) -> dict[str, float]:
     """Returns the bytes of a window: its peak, and what is held beyond plain Adam."""
-    case = TimedCase(model, xla, 1 if method == "plain" else k)
-    peak = peak_above_level(make_window(method, case))
+    case = TimedCase(model, xla, k)
+    window = case if method != "plain" else TimedCase(model, xla, 1)
+    peak = peak_above_level(make_window(method, window))
     methods = {"AccumOptimizer": "ours", "keras": "keras"}
     state = optimizer_overhead.extra_state(case)
     held = state[methods[method]] if method in methods else 0
