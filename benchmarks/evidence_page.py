@@ -257,8 +257,8 @@ def time_cells(methods: Results, method: str, notes: Notes) -> list[str]:
     if "error" in found:
         return ["crash" + notes.mark(code(found["error"])), "-", "-"]
     ratio = found["cpu_ms"] / methods["accumulate"]["cpu_ms"]
-    spread = f"±{100 * found['spread']:.0f} %"
-    return [f"{found['cpu_ms']:.1f} {spread}", f"{ratio:.2f}", f"{found['wall_ms']:.1f}"]
+    spread = f"&nbsp;±{100 * found['spread']:.0f}%"
+    return [f"{found['cpu_ms']:.1f}{spread}", f"{ratio:.2f}", f"{found['wall_ms']:.1f}"]
 
 
 def memory_section(memory: Results) -> str:

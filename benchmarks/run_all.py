@@ -10,7 +10,7 @@ From these files alone come the page, its figures and README's tables
 (`evidence_page.py`). Peers that need an environment of their own get one in `--folder`.
 Methods take turns, round by round, across processes; a figure is the median over rounds.
 
-    PYTHONPATH=. python benchmarks/run_all.py                  # all: 10 minutes
+    PYTHONPATH=. python benchmarks/run_all.py                  # all, on a quiet machine
     PYTHONPATH=. python benchmarks/run_all.py --only equality --methods keras
     PYTHONPATH=. python benchmarks/run_all.py --from-json      # the page alone
 """
