@@ -61,7 +61,10 @@ def trained(make, arrays, batch_size, optimizer, split=None):
     return model.get_weights()
 
 
-@pytest.mark.parametrize("make", [language_model, classifier])
+# Of tokens, `test_every_reduction_of_a_token_loss_is_exact` shows the weights.
+@pytest.mark.parametrize(
+    "make", [classifier, pytest.param(language_model, marks=pytest.mark.slow)]
+)
 def test_a_task_trains_as_on_the_large_batch(make):
     arrays = texts(segments=make is classifier)
 
