@@ -312,12 +312,18 @@ def test_any_newer_version_is_tried(found, monkeypatch):
             "environment variable KERAS_BACKEND=tensorflow before Keras is imported.",
         ),
         (
+            "import os, sys; os.environ['KERAS_BACKEND'] = 'torch'\n"
+            "sys.modules['torch'] = None",
+            "keras_accum needs Keras on TensorFlow. Received: Keras on 'torch'. Set the "
+            "environment variable KERAS_BACKEND=tensorflow before Keras is imported.",
+        ),
+        (
             "import sys; sys.modules['tensorflow'] = None",
             "keras_accum needs TensorFlow, and there is none. Write `pip install "
             "tensorflow`, or `pip install tensorflow-cpu`.",
         ),
     ],
-    ids=["jax", "none"],
+    ids=["jax", "torch that is not installed", "none"],
 )
 def test_without_keras_on_tensorflow_the_import_says_so(before, message):
     code = (

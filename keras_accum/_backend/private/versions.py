@@ -9,10 +9,18 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+_OTHER_BACKEND = (
+    "keras_accum needs Keras on TensorFlow. Received: Keras on {!r}. Set the environment "
+    "variable KERAS_BACKEND=tensorflow before Keras is imported."
+)
+
 try:
     import keras
 except ModuleNotFoundError as error:
-    if str(error.name).partition(".")[0] != "tensorflow":
+    missing = str(error.name).partition(".")[0]
+    if missing in ("jax", "torch", "openvino"):  # A backend that is not installed.
+        raise ImportError(_OTHER_BACKEND.format(missing)) from error
+    if missing != "tensorflow":
         raise
     raise ImportError(
         "keras_accum needs TensorFlow, and there is none. Write `pip install tensorflow`, "
@@ -31,11 +39,7 @@ def check_backend() -> None:
     """
     backend = keras.config.backend()
     if backend != "tensorflow":
-        raise ImportError(
-            "keras_accum needs Keras on TensorFlow. Received: Keras on "
-            f"{backend!r}. Set the environment variable KERAS_BACKEND=tensorflow before "
-            "Keras is imported."
-        )
+        raise ImportError(_OTHER_BACKEND.format(backend))
 
 
 def check_versions() -> None:
