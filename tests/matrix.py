@@ -9,6 +9,7 @@ not have is skipped, with the reason.
 """
 
 import argparse
+import os
 import pathlib
 import re
 import subprocess
@@ -27,7 +28,8 @@ PAIRS = (
     ("2.21", "3.15"),
 )
 # Of each folder what versions can change: canaries, private parts, both routes against the
-# large batch, saves. Not compiled by XLA, which takes most of the time of the tests.
+# large batch, saves. Not compiled by XLA, which takes most of the time of the tests. What
+# is indented is a case of the test above; without one, all of them run.
 SELECTION = """
 backend/test_canaries.py
 backend/test_private.py
@@ -35,7 +37,11 @@ core/test_accumulate_gradients.py::test_sparse_gradients_equal_the_dense_one
 optimizer/test_equivalence.py::test_constraints_and_regularisers_count_once_per_update
 optimizer/test_equivalence.py::test_sgd_with_momentum_equals_numpy
 optimizer/test_equivalence.py::test_tokens_and_not_samples_weigh_a_micro_batch
+    keras mask-graph-sum_over_batch_size
+    ignore_class-eager-mean_with_sample_weight
 optimizer/test_equivalence.py::test_what_the_inner_optimizer_counts_in_updates_stays_in_updates
+    scheduled-eager
+    overwriting-graph
 optimizer/test_in_keras_hands.py
 optimizer/test_keras_callbacks.py::test_keras_22959_swap_ema_weights_sees_the_wrapped_optimizer
 optimizer/test_precision.py::test_a_constant_scale_is_applied_and_undone_once
@@ -56,16 +62,31 @@ step/test_two_pass.py::test_a_loss_that_couples_samples_is_exact
 step/test_two_pass.py::test_masks_travel_from_the_first_pass_to_the_loss
 step/test_two_pass.py::test_metrics_inside_layers_see_every_sample_once
 recompute/test_dropout.py::test_layers_that_drop
+    eager-GRU
+    graph-SpatialDropout1D
+    graph-MultiHeadAttention
 recompute/test_recompute.py::test_a_softmax_at_the_end_of_a_block_gives_the_loss_its_logits
 recompute/test_recompute.py::test_a_step_is_that_of_the_plain_model
+    wrapper-graph
+    segments-graph
+    class-eager
+    blocks-eager
 recompute/test_recompute.py::test_masks_travel_through
+    segments-eager
+    wrapper-eager
 recompute/test_recompute.py::test_mixed_precision
+    mixed_bfloat16-eager-1e-07
 recompute/test_recompute_segments.py::test_skip_connections_are_respected
 recompute/test_recompute_switch.py::test_the_wrapper_is_saved_and_loaded
 test_batch_norm.py::test_replaced_layers_predict_to_the_bit_and_pool_their_statistics
+    Holds
+test_batch_norm.py::test_files_of_weights_fit_a_model_before_and_after_it_is_replaced
+    False-sequential
+test_batch_norm.py::test_a_class_that_makes_its_layers_anew_loads_what_it_saved
 test_batch_norm.py::test_statistics_inside_of_the_step_are_those_of_the_large_batch
 planning/test_transaction.py::test_training_goes_on_as_if_nothing_had_been_planned
-distribution/test_replicas.py::test_on_two_replicas[planning]
+distribution/test_replicas.py::test_on_two_replicas
+    short batches
 """
 INTRODUCTION = """# Versions
 
@@ -76,6 +97,20 @@ newer Keras. All tests run on the newest pair, in `.ci/run`.
 | TensorFlow | Keras | Python | tests |
 |---|---|---|---|
 """
+
+
+def selected():
+    """The tests of the selection, as pytest calls them."""
+    tests = []
+    for line in SELECTION.strip().splitlines():
+        if not line.startswith(" "):
+            name = f"tests/{line}"
+            tests.append(name)
+        elif tests[-1] == name:
+            tests[-1] = f"{name}[{line.strip()}]"
+        else:
+            tests.append(f"{name}[{line.strip()}]")
+    return tests
 
 
 def run(pair, folder):
@@ -93,11 +128,14 @@ def run(pair, folder):
     subprocess.run([*pip, "install", "--quiet", *pins, "-e", ROOT], check=True)
     subprocess.run([*pip, "check"], check=True)
     command = [python, "-m", "pytest", "-rsfE", "--tb=short", "-k", "not xla"]
-    command += [f"tests/{test}" for test in SELECTION.split()]
-    begun = time.monotonic()
+    command += selected()
+    begun, before = time.monotonic(), os.times()
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     print(done.stdout, flush=True)
-    print(f"{time.monotonic() - begun:.0f} s", flush=True)
+    after, wall = os.times(), time.monotonic() - begun
+    cpu = after.children_user - before.children_user
+    cpu += after.children_system - before.children_system
+    print(f"{wall:.0f} s, {cpu:.0f} s of CPU time", flush=True)
     found = subprocess.check_output(
         [
             python,

@@ -278,7 +278,7 @@ def gradients_are_clipped_after_they_are_reduced(strategy, mode):
 # ------------------------------------------------------------------ weights and losses
 
 
-@scenario("weights")
+@scenario("short batches")
 def a_short_last_batch_weighs_what_it_holds(strategy, mode):
     """transformers#6969: 13 samples in batches of 4; the last leaves one replica none."""
     arrays = data(SAMPLES)
