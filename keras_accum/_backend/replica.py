@@ -87,6 +87,11 @@ def _eager_without_warning() -> Iterator[None]:
         logger.removeFilter(quiet)
 
 
+def is_distributed(value: Any) -> bool:
+    """Whether each replica may have another value."""
+    return isinstance(value, tf.distribute.DistributedValues)
+
+
 def local_result(value: Any) -> Any:
     """The value of one replica, where all of them hold the same."""
     return tf.distribute.get_strategy().experimental_local_results(value)[0]
@@ -95,7 +100,7 @@ def local_result(value: Any) -> Any:
 def local_parts(strategy: tf.distribute.Strategy, value: Any) -> list[Any]:
     """What each replica has of a nested `value`; all of it, if it is not distributed."""
     leaves = tf.nest.flatten(value, expand_composites=False)
-    if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
+    if any(map(is_distributed, leaves)):
         return list(strategy.experimental_local_results(value))
     return [value]
 

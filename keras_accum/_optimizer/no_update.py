@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from .._backend import replica
 from .._backend.private.layers import flatten_layers
 from .._backend.warn import warn
 
@@ -34,9 +35,7 @@ class Training:
 def number(value: keras.Variable | int) -> int:
     """The Python number that a scalar variable holds, under a strategy too."""
     held = getattr(value, "value", value)
-    if isinstance(held, tf.Variable) and not isinstance(
-        held, tf.distribute.DistributedValues
-    ):
+    if isinstance(held, tf.Variable) and not replica.is_distributed(held):
         # In a fifth of the time; it is done for each step.
         read = tf.raw_ops.ReadVariableOp(resource=held.handle, dtype=held.dtype)
         return read.numpy().item()
