@@ -40,6 +40,7 @@ def run(names, replicas=2):
 
 # What shares a process: each new one imports TensorFlow for seconds.
 PROCESSES = [
+    ["short batches"],  # Alone, for `tests/matrix.py`.
     ["weights", "losses", "custom loops"],
     ["optimizers", "state"],
     ["reductions", "coupled", "planning"],
