@@ -280,12 +280,6 @@ _RULES = (
         lambda c: c.replicas > 1 and c.feed == "generator",
         "plain Keras loses all but the two batches that it has looked at",
     ),
-    (
-        lambda c: (
-            c.replicas > min(c.sizes) and c.route in ("own_step_object", "own_step_twice")
-        ),
-        "the step logs a loss of no samples, of which Keras makes a vector",
-    ),
     (lambda c: not c.accumulating and c.accum_steps != (1,), "no windows"),
     (lambda c: not c.splitting and c.split != "k2", "no split"),
     # Models.
