@@ -296,6 +296,7 @@ def value_and_gradients(
     zero = tf.zeros((), dtype)
     zeros = [tf.zeros(v.shape, sum_dtype(v, None)) for v in values]
     seen: Any = ()  # A loop in a graph takes no None.
+    share: tf.Tensor | float = 1.0
     if observer is not None:
         observer.begin()
         seen = nothing(len(values))
@@ -315,7 +316,7 @@ def value_and_gradients(
     if observer is not None:
         inverse = tf.math.divide_no_nan(1.0, tf.cast(total, "float32"))
         seen = seen._replace(squares=seen.squares * inverse, part=seen.part * inverse)
-    share = tf.math.divide_no_nan(total, tf.cast(divisor, total.dtype))
+        share = tf.math.divide_no_nan(total, tf.cast(divisor, total.dtype))
     return BatchGradients(
         loss, gradients, weight, others, whole, observed=seen or None, share=share
     )

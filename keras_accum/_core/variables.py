@@ -8,28 +8,25 @@ import tensorflow as tf
 
 def own_variable(name: str, shape: Sequence[int], dtype: str) -> keras.Variable:
     """Zeros that each replica moves by itself; read from outside, their sum."""
-    return keras.Variable(
-        "zeros",
-        shape=tuple(shape),
-        dtype=dtype,
-        trainable=False,
-        autocast=False,
-        aggregation="sum",
-        synchronization="on_read",
-        name=name,
-    )
+    return _zeros(name, shape, dtype, aggregation="sum", synchronization="on_read")
 
 
 def shared_variable(name: str, shape: Sequence[int], dtype: str) -> keras.Variable:
     """Zeros that are moved for all replicas at once."""
+    return _zeros(name, shape, dtype, aggregation="only_first_replica")
+
+
+def _zeros(
+    name: str, shape: Sequence[int], dtype: str, **over_replicas: str
+) -> keras.Variable:
     return keras.Variable(
         "zeros",
         shape=tuple(shape),
         dtype=dtype,
         trainable=False,
         autocast=False,
-        aggregation="only_first_replica",
         name=name,
+        **over_replicas,
     )
 
 

@@ -55,7 +55,7 @@ class Family:
         self._ways = [
             [
                 (trace.saving(parts, kept), trace.time(parts, kept))
-                for kept in ([], inside)[: 2 if inside else 1]
+                for kept in ([[], inside] if inside else [[]])
             ]
             for parts, inside in zip(members, self._kept)
         ]
