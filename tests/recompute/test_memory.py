@@ -44,12 +44,12 @@ def peak(optimizer, xla, k=1, windows=7):
 
 
 def test_an_update_in_a_graph_needs_no_second_copy():
+    # Without a chain, a plain step holds two to five of the eight gradients, by chance.
     parameters = model_of().count_params() * 4 / MIB
-    plain = peak(keras.optimizers.SGD(), xla=False)
-    assert peak(ka.AccumOptimizer("sgd", 2), False, k=2) < plain + 0.5 * parameters
+    assert peak(ka.AccumOptimizer("sgd", 2), False, k=2) < 0.8 * parameters
     # The control: Keras's own holds all means at a time.
     builtin = keras.optimizers.SGD(gradient_accumulation_steps=2)
-    assert peak(builtin, False, k=2) > plain + 0.5 * parameters
+    assert peak(builtin, False, k=2) > 0.95 * parameters
 
 
 def test_a_micro_step_in_a_graph_needs_what_a_plain_one_does():
