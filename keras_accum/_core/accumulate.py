@@ -14,13 +14,19 @@ import keras
 import tensorflow as tf
 
 from .._backend.private import canaries
-from .._backend.private.losses import listen_to_reductions, parts_of_a_window
+from .._backend.private.losses import (
+    listen_to_reductions,
+    loss_call,
+    parts_of_a_window,
+)
 from .._backend.warn import warn
 from .checks import check_option, refuse_unknown_arguments
 from .gradients import Gradient, add, divide_no_nan, scalar_dtype, sum_dtype, weigh
 from .loop import Split, check_batch, for_each_micro_batch, rows_of
-from .loss import LossTerm, describe, loss_of_none
+from .loss import LossTerm, describe, loss_of_none, warn_of_coupled
 from .observed import Observed, Observer, nothing
+from .own_loss import couples_samples
+from .regularizers import share_regularizers
 
 # From a micro-batch and its number of samples to a mean loss, its weight (None for the
 # number of samples), and further scalars to be averaged likewise.
@@ -133,7 +139,7 @@ def accumulate_gradients(
     check_option("reduction", reduction, ("mean", "sum"))
     batch, checks = check_batch(batch)
     with tf.control_dependencies(checks), parts_of_a_window():
-        loss_of = _weighted(loss_fn, reduction)
+        loss_of = _weighted(loss_fn, reduction, variables, rows_of(batch))
         window = value_and_gradients(
             loss_of, variables, batch, split, reduction, scale_loss=scale_loss
         )
@@ -141,12 +147,20 @@ def accumulate_gradients(
 
 
 def _weighted(
-    loss_fn: Callable[[Any], Any], reduction: str
+    loss_fn: Callable[[Any], Any],
+    reduction: str,
+    variables: Sequence[keras.Variable | tf.Variable],
+    rows: int | tf.Tensor,
 ) -> Callable[[Any, tf.Tensor], Any]:
-    """`loss_fn`, which may give a weight or not, as one that does."""
+    """`loss_fn`, which may give a weight or not, as one that does.
+
+    Where losses are added up, micro-batches share the regularizers by their samples.
+    """
 
     def weighted(micro_batch: Any) -> tuple[Any, Any]:
-        with record_losses(micro_batch) as heard:
+        share = tf.cast(rows_of(micro_batch) / rows, "float32")
+        once = share_regularizers(variables, share if reduction == "sum" else None)
+        with record_losses(micro_batch) as heard, once:
             result = loss_fn(micro_batch)
         return _loss_and_weight(result, heard, reduction)
 
@@ -173,6 +187,8 @@ def _record_losses(rows: int | None) -> Iterator[list[tuple[LossTerm, tf.Tensor]
     def note(*reduced: Any) -> tf.Tensor:
         *described, loss = reduced
         heard.append((describe(*described, rows=rows), loss_of_none(loss)))
+        if (call := loss_call()) is not None and couples_samples(call):
+            warn_of_coupled(call.loss)
         return heard[-1][1]
 
     with listen_to_reductions(note):

@@ -18,7 +18,7 @@ micro-batch, and can weigh it by one number only (`optimizer_weight`).
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import keras
@@ -258,6 +258,30 @@ def warn_of_unknown(terms: Terms, owner: Any) -> None:
         warn(f"{_SCALAR} {_SCALAR_REMEDY}", about=owner)
 
 
+def warn_of_coupled(owner: Any) -> None:
+    """Warn of a Keras loss, called in a loop, that is not one of its samples alone."""
+    warn(_COUPLED_IN_A_LOOP, about=owner)
+
+
+def warn_of_unsaid(
+    optimizer: Any, kinds: Sequence[str], variables: Sequence[keras.Variable]
+) -> None:
+    """Warn of a micro-batch, in a loop of the user's, of which nothing was said.
+
+    Args:
+        optimizer: of which each thing is said once.
+        kinds: of the Keras losses that were computed since the last `apply`.
+        variables: that are trained.
+    """
+    if optimizer.reduction == "mean":
+        warn(_SUM_IN_A_LOOP if "sum" in kinds else _UNSAID, about=optimizer)
+        return
+    if "mean" in kinds:
+        warn(_MEAN_IN_A_LOOP, about=optimizer)
+    if any(getattr(v, "regularizer", None) is not None for v in variables):
+        warn(_REGULARIZERS_IN_A_LOOP, about=optimizer)
+
+
 def _warn_of_users_loss(owner: Any) -> None:
     own = isinstance(owner, keras.Model) and has_own_compute_loss(owner)
     warn(_OWN_LOSS if own else _COUPLED, about=owner)
@@ -269,6 +293,40 @@ _COUPLED = (
     "itself. Micro-batches weigh by their samples. Return values of each sample from "
     "`call`, and let Keras reduce them; or use `accumulate(model, ..., two_pass=True)`, "
     "which is exact for any loss of the predictions."
+)
+_COUPLED_IN_A_LOOP = (
+    "A Keras loss of this loop is not made of losses of its samples alone: its values "
+    "depend on the batch as a whole, are not one or more of each sample, or are reduced by "
+    "the loss itself. Micro-batches do not add up to the large batch. Return values of "
+    "each sample from `call`, and let Keras reduce them; or let Keras's own `train_step` "
+    "compute it, with `accumulate(model, ..., two_pass=True)`, which is exact for any loss "
+    "of the predictions."
+)
+_UNSAID = (
+    "The weight of a micro-batch is not known: no Keras loss, or more than one, was "
+    "computed since the last `apply`. Each counts as 1, which is the large batch if all "
+    "divide by the same. Else pass what the loss divides by: "
+    "`optimizer.apply(gradients, variables, weight=...)`."
+)
+_SUM_IN_A_LOOP = (
+    "A Keras loss with `reduction='sum'` was computed since the last `apply`, and this "
+    "optimizer takes the mean over the micro-batches. For the sum, as the large batch has "
+    "it, write `AccumOptimizer(..., reduction='sum')`. If the loss is divided afterwards, "
+    "pass by what: `optimizer.apply(gradients, variables, weight=...)`."
+)
+_MEAN_IN_A_LOOP = (
+    "A Keras loss that is a mean was computed since the last `apply`, and this optimizer, "
+    "with `reduction='sum'`, adds up the means of the micro-batches. Give the loss "
+    "`reduction='sum'`; or leave `reduction` out of `AccumOptimizer`, which takes their "
+    "weighted mean. If the loss is multiplied by its samples, it is a sum: say so by "
+    "`optimizer.apply(gradients, variables, weight=1)`."
+)
+_REGULARIZERS_IN_A_LOOP = (
+    "Weights have regularizers, and this optimizer, with `reduction='sum'`, adds up. If "
+    "the loss of this loop contains `model.losses`, they count in each micro-batch, where "
+    "the large batch has them once. Take the loss from `model.compute_loss`, in which they "
+    "count once in a window. If they are not in the loss, say so by "
+    "`optimizer.apply(gradients, variables, weight=1)`."
 )
 _SEVERAL = (
     "This model has several losses, and masks, sample weights or variable lengths may give "

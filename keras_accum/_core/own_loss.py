@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from .._backend.private.layers import read
 from .._backend.private.losses import (
+    LossCall,
     compute_loss,
     has_own_compute_loss,
     listen_to_reductions,
@@ -364,7 +365,7 @@ def made_up(
     return tf.constant(rng.integers(0, 2, shape), dtype)
 
 
-# --- Compiled losses, which Keras computes.
+# --- Losses of Keras's kind: compiled, or called in a loop.
 
 
 def fall_apart(model: keras.Model, arguments: Any) -> bool:
@@ -397,6 +398,28 @@ def fall_apart(model: keras.Model, arguments: Any) -> bool:
 
 _tried: "weakref.WeakKeyDictionary[keras.Model, dict[Any, bool]]"
 _tried = weakref.WeakKeyDictionary()
+
+
+def couples_samples(call: LossCall) -> bool:
+    """Whether a loss is known not to be made of losses of its samples alone."""
+    loss, *arguments = call
+    if _compares_samples(loss):
+        return True
+    if _is_of_keras(loss):
+        return False
+    known = _coupled.setdefault(loss, {})
+    key = kind_of(arguments)
+    if key not in known:
+
+        def compute(*arguments: Any) -> tf.Tensor:
+            return loss(*arguments)
+
+        known[key] = _holds_on_made_up(compute, arguments, None) is False
+    return known[key]
+
+
+_coupled: "weakref.WeakKeyDictionary[keras.losses.Loss, dict[Any, bool]]"
+_coupled = weakref.WeakKeyDictionary()
 
 
 def _compares_samples(loss: Any) -> bool:

@@ -1,14 +1,14 @@
 """Regularizers where gradients are added up: they count once, not in each micro-batch."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 
-class _Scaled(keras.regularizers.Regularizer):
+class _GradientTimes(keras.regularizers.Regularizer):
     """A regularizer of the same value, whose gradient is multiplied by a factor."""
 
     def __init__(self, regularizer: Callable[[Any], Any], factor: tf.Tensor) -> None:
@@ -20,13 +20,22 @@ class _Scaled(keras.regularizers.Regularizer):
         return free + tf.cast(self._factor, found.dtype) * (found - free)
 
 
+class _Times(_GradientTimes):
+    """A regularizer that is multiplied by a factor."""
+
+    def __call__(self, value: Any) -> tf.Tensor:
+        found = tf.convert_to_tensor(self._regularizer(value))
+        return tf.cast(self._factor, found.dtype) * found
+
+
 def is_regularized(model: keras.Model) -> bool:
     """Whether a trained weight of `model` has a regularizer."""
     return any(v.regularizer is not None for v in model.trainable_variables)
 
 
-@contextlib.contextmanager
-def regularizers_times(model: keras.Model, factor: tf.Tensor | None) -> Iterator[None]:
+def regularizers_times(
+    model: keras.Model, factor: tf.Tensor | None
+) -> contextlib.AbstractContextManager[None]:
     """Multiply the gradients of the regularizers of `model`, not their values.
 
     Whoever asks for them: a `compute_loss` of the user's may add them, or not.
@@ -36,25 +45,33 @@ def regularizers_times(model: keras.Model, factor: tf.Tensor | None) -> Iterator
         factor: scalar tensor; None for 1.
     """
     if factor is None:
-        yield
-        return
-    with _replaced(model, lambda regularizer: _Scaled(regularizer, factor)):
-        yield
+        return contextlib.nullcontext()
+    return _replaced(model.trainable_variables, lambda old: _GradientTimes(old, factor))
+
+
+@tf.autograph.experimental.do_not_convert
+def share_regularizers(
+    variables: Sequence[Any], share: tf.Tensor | None
+) -> contextlib.AbstractContextManager[None]:
+    """Multiply the regularizers of `variables` by a scalar; None for 1."""
+    if share is None:
+        return contextlib.nullcontext()
+    return _replaced(variables, lambda old: _Times(old, share))
 
 
 def without_regularizers(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """Leave the regularizers of `model` out of what is computed inside."""
-    return _replaced(model, lambda _: None)
+    return _replaced(model.trainable_variables, lambda _: None)
 
 
 @contextlib.contextmanager
-def _replaced(model: keras.Model, new: Callable[[Any], Any]) -> Iterator[None]:
-    variables = [v for v in model.trainable_variables if v.regularizer is not None]
-    before = [v.regularizer for v in variables]
+def _replaced(variables: Sequence[Any], new: Callable[[Any], Any]) -> Iterator[None]:
+    regularized = [v for v in variables if getattr(v, "regularizer", None) is not None]
+    before = [v.regularizer for v in regularized]
     try:
-        for variable, regularizer in zip(variables, before):
+        for variable, regularizer in zip(regularized, before):
             variable.regularizer = new(regularizer)
         yield
     finally:
-        for variable, regularizer in zip(variables, before):
+        for variable, regularizer in zip(regularized, before):
             variable.regularizer = regularizer

@@ -16,9 +16,17 @@ from .._backend.private.losses import (
 from .._backend.private.models import build_compiled
 from .._batch_norm import pool_first_or_next
 from .._core.added_losses import learn_kinds
-from .._core.loss import Terms, check_sums, describe, loss_of_none, optimizer_weight
+from .._core.loss import (
+    LossTerm,
+    Terms,
+    check_sums,
+    describe,
+    loss_of_none,
+    optimizer_weight,
+    warn_of_coupled,
+)
 from .._core.moving_state import moving_layers, warn_of_moving
-from .._core.own_loss import what_is_known
+from .._core.own_loss import couples_samples, what_is_known
 from .._core.regularizers import is_regularized, regularizers_times
 from .accumulator import Weight
 from .pending import PendingWeight
@@ -101,13 +109,16 @@ def _rows(arguments: Any) -> tuple[int | None, tf.Tensor]:
     return first.shape[0], tf.cast(tf.shape(first)[0], "float32")
 
 
-def heard_weight() -> tf.Tensor | None:
-    """The denominator of the one Keras loss that was computed since the last call.
+def heard_terms(owner: Any) -> list[LossTerm]:
+    """The terms of the Keras losses that were computed since the last call.
 
-    None if there were several, or none, or what it was divided by is not known here.
+    In a loop, or a `train_step`, of the user's.
+
+    Args:
+        owner: of whom it is said, once, that a loss couples samples; None: it may.
     """
-    losses = take_heard_losses()
-    if len(losses) != 1:
-        return None
-    term = describe(*losses[0])
-    return term.weight if term.kind == "mean" else None
+    heard = take_heard_losses()
+    calls = [loss.call for loss in heard if loss.call is not None]
+    if owner is not None and any(map(couples_samples, calls)):
+        warn_of_coupled(owner)
+    return [describe(*loss.reduction) for loss in heard]

@@ -36,9 +36,10 @@ from .._backend.sizes import bytes_of
 from .._backend.warn import warn
 from .._core.checks import check_option, refuse_unknown_arguments
 from .._core.gradients import Gradient, all_finite, check_gradients, name_of
+from .._core.loss import LossTerm, warn_of_unsaid
 from .._core.observed import Observed
 from .accumulator import Accumulator, Weight, after
-from .announced import announce_weight, heard_weight
+from .announced import announce_weight, heard_terms
 from .arguments import (
     REMEDIES,
     check_clipping,
@@ -400,7 +401,7 @@ class AccumOptimizer(ScalesLoss):
                 `on_nonfinite="raise"`; in a graph, for a negative weight or a NaN. XLA
                 leaves both checks out.
         """
-        heard = heard_weight()
+        heard = heard_terms(self if self._matters() else None)
         if weight is not None:
             zero = tf.zeros(())
             self.apply_weighted(grads, trainable_variables, Weight(weight, zero))
@@ -411,29 +412,37 @@ class AccumOptimizer(ScalesLoss):
             self.apply_weighted(grads, trainable_variables, pending)
             self._accumulator.forget_reference()
             return
-        self.apply_weighted(
-            grads, trainable_variables, self._unsaid(known, pending, heard)
-        )
+        announced = self._announces
+        if tf.executing_eagerly() and self.reduction == "mean":
+            announced = bool(known)
+        value = self._weight_of(known, pending, heard)
+        self.apply_weighted(grads, trainable_variables, value or pending)
+        if value is None and not announced and self._matters():
+            kinds = [term.kind for term in heard]
+            warn_of_unsaid(self, kinds, trained_by(self))
 
-    def _heard_nothing_yet(self, known: tf.Tensor, heard: tf.Tensor | None) -> bool:
+    def _heard_nothing_yet(self, known: tf.Tensor, heard: Sequence[LossTerm]) -> bool:
         """Whether a loss may have been computed before this optimizer could hear of it.
 
         In an eager loop whose optimizer nobody has built, that is the first one's.
         """
         if self.built or not tf.executing_eagerly() or replica.distributed():
             return False
-        return heard is None and not bool(known) and self._matters()
+        weighs = self._matters() and self.reduction == "mean"
+        return not heard and not bool(known) and weighs
 
     def _matters(self) -> bool:
-        """Whether an update depends on what micro-batches weigh."""
-        return self.reduction == "mean" and self._accum_steps != 1
+        """Whether a window may be of several micro-batches."""
+        return self._accum_steps != 1
 
-    def _unsaid(
-        self, known: tf.Tensor, pending: Weight, heard: tf.Tensor | None
-    ) -> Weight:
-        """The weight of a micro-batch of which nothing was said."""
+    def _weight_of(
+        self, known: tf.Tensor, pending: Weight, heard: Sequence[LossTerm]
+    ) -> Weight | None:
+        """The weight of the one mean that was heard of; None if it was not one."""
         first_is_unknown, self._first_is_unknown = self._first_is_unknown, False
-        if first_is_unknown and heard is not None:
+        if self.reduction == "sum" or [term.kind for term in heard] != ["mean"]:
+            return None
+        if first_is_unknown:
             warn(
                 "The loss of the first micro-batch was computed before this optimizer was "
                 "built, and what it weighs was not heard: it counts as much as the second. "
@@ -441,21 +450,8 @@ class AccumOptimizer(ScalesLoss):
                 "`optimizer.build(model.trainable_variables)`.",
                 about=self,
             )
-        if heard is not None:
-            value = tf.where(known, pending.value, tf.cast(heard, pending.value.dtype))
-            return Weight(value, pending.samples)
-        announces = self._announces
-        if tf.executing_eagerly():
-            announces = bool(known)
-        if self._matters() and not announces:
-            warn(
-                "The weight of a micro-batch is not known: no Keras loss, or more than "
-                "one, was computed since the last `apply`. Each counts as 1, which is the "
-                "large batch if all divide by the same. Else pass what the loss divides "
-                "by: `optimizer.apply(gradients, variables, weight=...)`.",
-                about=self,
-            )
-        return pending
+        weight = tf.cast(heard[0].weight, pending.value.dtype)
+        return Weight(tf.where(known, pending.value, weight), pending.samples)
 
     def apply_weighted(
         self,

@@ -172,12 +172,14 @@ def _weight(
 
 def _added(model: keras.Model) -> list[tf.Tensor]:
     """The losses that layers added in the last call, scalars in the layers' order."""
-    return [tf.reduce_sum(_wide(value)) for value in call_losses(model)]
+    return [
+        tf.reduce_sum(tf.cast(value, _wide(value.dtype))) for value in call_losses(model)
+    ]
 
 
-def _wide(value: tf.Tensor) -> tf.Tensor:
-    """`value` in float32 at least."""
-    return value if value.dtype.size >= 4 else tf.cast(value, "float32")
+def _wide(dtype: tf.DType) -> tf.DType:
+    """`dtype`, but float32 at least."""
+    return dtype if dtype.size >= 4 else tf.float32
 
 
 def _of_all_replicas(
@@ -215,7 +217,7 @@ def predict(
     buffers = [tf.zeros(tf.concat([[rows], s], 0), t.dtype) for t, s in spec]
     # The state that a call moves travels through the loop instead.
     values = [tf.convert_to_tensor(v.value) for v in moved]
-    start = (buffers, values, [tf.zeros((), _wide(value).dtype) for value in kinds])
+    start = (buffers, values, [tf.zeros((), _wide(value.dtype)) for value in kinds])
 
     def step(micro_batch: Any, rows: tf.Tensor, state: Any) -> Any:
         (x, positions), (buffers, values, sums) = micro_batch, state

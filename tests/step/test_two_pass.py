@@ -515,7 +515,8 @@ class Large(keras.layers.Layer):
         return inputs
 
 
-def test_values_that_a_layer_adds_are_summed_beyond_float16():
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_values_that_a_layer_adds_are_summed_beyond_float16(mode):
     """11 times 8000, where float16 ends at 65504. Keras adds no float16 to a float32."""
 
     def make(dtype="float32"):
@@ -529,7 +530,7 @@ def test_values_that_a_layer_adds_are_summed_beyond_float16():
 
     arrays, how = data(SAMPLES), {"optimizer": small, "options": lambda: {"loss": "mse"}}
     half = lambda: make("float16")  # noqa: E731
-    found, logs = train_twice(half, arrays, "eager", STEPS, two_pass=True, **how)
+    found, logs = train_twice(half, arrays, mode, STEPS, two_pass=True, **how)
     oracle, expected = train_twice(make, arrays, **how)
     assert expected["loss"] > float(np.finfo("float16").max)
     # What passes in float16, and each value of about 8000, is rounded; no gradient is.

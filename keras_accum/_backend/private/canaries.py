@@ -74,6 +74,8 @@ def losses_are_heard(_: keras.Model) -> None:
         values: Any, sample_weight: Any, mask: Any, reduction: Any, loss: Any
     ) -> Any:
         heard.append((values.shape[0], sample_weight is None, mask is None, reduction))
+        called = losses.loss_call()
+        _expect(called is not None and called.y_pred is y_pred, "calls of losses")
         return loss + 1.0
 
     y_pred = layers.with_keras_mask(tf.constant([[1.0], [3.0]]), tf.constant([1, 0]) > 0)

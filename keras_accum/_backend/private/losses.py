@@ -1,12 +1,13 @@
 """How Keras reduces, adds and tracks losses. It forgets what it divided by.
 
-`Loss.__call__` and `Trainer.compute_loss` have no hook. So five functions of Keras are
+`Loss.__call__` and `Trainer.compute_loss` have no hook. So seven functions of Keras are
 replaced, by ones that give what they gave, while somebody needs it: inside of a context
 that listens, and for as long as an `AccumOptimizer` that has met a model is alive. After
 that Keras has its own functions again.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import sys
@@ -16,8 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.losses import loss as keras_loss
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.trainer import Trainer
 from tensorflow.python.eager import record
 
@@ -25,16 +28,53 @@ from ..attribute_patch import AttributePatch, Installation
 from .layers import flatten_layers
 
 
-class _Heard(NamedTuple):
-    """A loss that may become a gradient: as long as somebody has it, where it is."""
+class LossCall(NamedTuple):
+    """A call of a Keras loss.
 
-    loss: "weakref.ref[Any]"
-    graph: Any
+    Attributes:
+        loss: the loss.
+        y_true: what it was called with.
+        y_pred: likewise.
+    """
+
+    loss: keras.losses.Loss
+    y_true: Any
+    y_pred: Any
+
+
+class HeardLoss(NamedTuple):
+    """A loss whose gradient was computed.
+
+    Attributes:
+        reduction: its values, sample weight, mask and reduction.
+        call: the call that computed it, with specs of its arguments; None if there was
+            none, but a reduction alone.
+    """
+
     reduction: tuple[Any, ...]
+    call: LossCall | None
 
-    @property
-    def can_be_used(self) -> bool:
-        return self.loss() is not None and self.graph is _here()
+
+@dataclasses.dataclass
+class _Heard:
+    """A loss that a tape has recorded, where it is, and whether it was differentiated."""
+
+    loss: HeardLoss
+    graph: Any
+    used: bool = False
+
+    def noted(self, value: tf.Tensor) -> tf.Tensor:
+        """`value`, which notes when its gradient is computed."""
+
+        @tf.custom_gradient
+        def noting(value: tf.Tensor) -> Any:
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                self.used = True
+                return upstream
+
+            return tf.identity(value), gradient
+
+        return noting(value)
 
 
 class _Listening(threading.local):
@@ -44,13 +84,16 @@ class _Listening(threading.local):
         listener: gets each reduction; None if nobody listens.
         undivided: means that Keras computes as on one device; None if it divides them.
         is_part: whether losses are those of parts, whose gradients never reach `apply`.
-        heard: the last losses that a tape recorded with nobody listening.
+        heard: the last losses that a tape recorded with nobody listening, since an
+            optimizer of Keras's was applied.
+        call: the loss that is being computed, as it was called.
     """
 
     listener: Callable[..., Any] | None = None
     undivided: list[Any] | None = None
     is_part = False
     heard: tuple["_Heard", ...] = ()
+    call: LossCall | None = None
 
 
 _listening = _Listening()
@@ -76,9 +119,13 @@ def _patch_reductions() -> list[AttributePatch]:
         "scale_loss_for_distribution": _unless_undivided,
         "unscale_loss_for_distribution": _unless_undivided,
     }
+    call = keras.losses.Loss.__call__
     return [
-        AttributePatch(keras_loss, name, wrap(getattr(keras_loss, name)))
-        for name, wrap in wrappers.items()
+        AttributePatch(keras.losses.Loss, "__call__", _noted(call)),
+        *(
+            AttributePatch(keras_loss, name, wrap(getattr(keras_loss, name)))
+            for name, wrap in wrappers.items()
+        ),
     ]
 
 
@@ -86,8 +133,11 @@ def _patch_training_losses() -> list[AttributePatch]:
     # `compute_loss` is what a train_step of the user's calls; `_compute_loss` is what
     # Keras's own calls, also when the user has overridden `compute_loss`.
     return [
-        AttributePatch(Trainer, name, _observed(getattr(Trainer, name)))
-        for name in ("compute_loss", "_compute_loss")
+        *(
+            AttributePatch(Trainer, name, _observed(getattr(Trainer, name)))
+            for name in ("compute_loss", "_compute_loss")
+        ),
+        AttributePatch(BaseOptimizer, "apply", _forgetting(BaseOptimizer.apply)),
     ]
 
 
@@ -126,15 +176,56 @@ def is_listening() -> bool:
     return _listening.listener is not None
 
 
-def take_heard_losses() -> list[tuple[Any, ...]]:
-    """The losses that tapes have recorded with nobody listening since the last call.
+def take_heard_losses() -> list[HeardLoss]:
+    """The losses that were differentiated, with nobody listening, since the last call.
 
-    Of each its values, sample weight, mask and reduction. At most a few; those of other
-    graphs, and those that are gone, are left out.
+    At most a few; those of other graphs are left out.
     """
-    found = [heard.reduction for heard in _listening.heard if heard.can_be_used]
+    here = _here()
+    found = [x.loss for x in _listening.heard if x.used and x.graph is here]
     _listening.heard = ()
     return found
+
+
+def _forgetting(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """`apply` of an optimizer, after which no loss is one of the next step."""
+
+    @functools.wraps(apply)
+    def apply_and_forget(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _listening.heard = ()
+        return apply(self, *args, **kwargs)
+
+    return apply_and_forget
+
+
+def loss_call() -> LossCall | None:
+    """The call of a Keras loss whose reduction a listener is told of."""
+    return _listening.call
+
+
+def _noted(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def call_noted(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        with _set("call", LossCall(self, y_true, y_pred)):
+            return call(self, y_true, y_pred, sample_weight)
+
+    return call_noted
+
+
+def _specs_of(call: LossCall | None) -> LossCall | None:
+    """`call` without the data of its arguments."""
+    if call is None:
+        return None
+    loss, *arguments = call
+    return LossCall(loss, *keras.tree.map_structure(_spec_of, arguments))
+
+
+def _spec_of(value: Any) -> tf.TensorSpec | None:
+    if value is None:
+        return None
+    if not hasattr(value, "dtype"):
+        value = np.asarray(value)
+    return tf.TensorSpec(value.shape, value.dtype)
 
 
 def _here() -> Any:
@@ -178,8 +269,9 @@ def _with_listener(reduce: Callable[..., Any]) -> Callable[..., Any]:
         if (listener := _listening.listener) is not None:
             return listener(*reduced, loss)
         if record.could_possibly_record():  # Else it is validation's, for example.
-            heard = _Heard(weakref.ref(loss), _here(), reduced)
+            heard = _Heard(HeardLoss(reduced, _specs_of(_listening.call)), _here())
             _listening.heard = (*_listening.heard[-3:], heard)
+            return heard.noted(loss)
         return loss
 
     return reduce_and_tell
