@@ -18,11 +18,15 @@ gc.freeze()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark as slow what `slow_in` names, before `-m` chooses."""
+    """Mark as slow the cases that `slow_in` and `slow_but` mean, before `-m` chooses."""
     for item in items:
-        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        case = item.callspec.id if hasattr(item, "callspec") else ""
+        named = {case, *case.split("-")}
         for marker in item.iter_markers("slow_in"):
-            if any(str(p) in marker.args for p in parameters):
+            if named & set(marker.args):
+                item.add_marker("slow")
+        for marker in item.iter_markers("slow_but"):
+            if case not in marker.args:
                 item.add_marker("slow")
 
 

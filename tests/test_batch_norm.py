@@ -69,6 +69,7 @@ def route_2(layer, x, y, size, mode="graph", epochs=1, two_pass=False, **options
 # --------------------------------------------------------------------- pooled statistics
 
 
+@pytest.mark.slow_but("0.0-graph")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("momentum", "mode"), [(0.99, "graph"), (0.5, "eager"), (0.5, "xla"), (0.0, "graph")]
@@ -85,6 +86,7 @@ def test_statistics_over_windows_of_the_optimizer_are_those_of_the_large_batch(
     assert_differ(moving(control), moving(oracle))
 
 
+@pytest.mark.slow_in("0.5", "eager")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("momentum", "two_pass", "mode"),
@@ -108,6 +110,7 @@ def test_statistics_inside_of_the_step_are_those_of_the_large_batch(
     assert_differ(moving(control), moving(oracle))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("two_pass", [False, True])
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_statistics_over_windows_of_windows_are_those_of_the_large_batch(how, two_pass):
@@ -126,6 +129,7 @@ def test_statistics_over_windows_of_windows_are_those_of_the_large_batch(how, tw
     assert_differ(moving(models[PLAIN]), moving(oracle))
 
 
+@pytest.mark.slow
 def test_several_outputs_do_not_count_a_batch_twice():
     """Where the denominators of the losses come from a pass before."""
     x, y = shifted()
@@ -157,6 +161,7 @@ def test_micro_batches_are_normalised_by_their_own_statistics():
     assert_differ(model.trainable_weights, oracle.trainable_weights)
 
 
+@pytest.mark.slow_in("2")
 @pytest.mark.parametrize("route", [1, 2])
 def test_masked_entries_are_left_out(route):
     rng = np.random.default_rng(3)
@@ -189,6 +194,7 @@ def test_masked_entries_are_left_out(route):
     assert_differ(results[PLAIN], moving(oracle))
 
 
+@pytest.mark.slow_in("1")
 @pytest.mark.parametrize("axis", [1, -1])
 def test_images_with_channels_anywhere_are_exact(axis):
     rng = np.random.default_rng(3)
@@ -212,6 +218,7 @@ def test_images_with_channels_anywhere_are_exact(axis):
     assert_close(moving(model), moving(oracle), STATISTICS)
 
 
+@pytest.mark.slow_in("1")
 @pytest.mark.parametrize("route", [1, 2])
 def test_mixed_precision_pools_in_float32(route):
     keras.config.set_dtype_policy("mixed_float16")
@@ -231,6 +238,7 @@ def test_mixed_precision_pools_in_float32(route):
 # ------------------------------------------------------------------------ window corners
 
 
+@pytest.mark.slow_but("bfloat16")
 @pytest.mark.parametrize("policy", ["float16", "bfloat16", "float64"])
 def test_every_dtype_of_weights_pools(policy):
     """The moving statistics are of the policy's dtype, the window's of float32 at least."""
@@ -252,6 +260,7 @@ def called_twice(layer):
     return keras.Model(inputs, keras.layers.Dense(3)(sum(map(shared, inputs))))
 
 
+@pytest.mark.slow_in("2")
 @pytest.mark.parametrize("route", [1, 2])
 def test_a_layer_that_is_called_several_times_in_a_step_warns(route):
     """Keras moves its statistics at each call, by those of that call."""
@@ -302,6 +311,7 @@ def test_a_tail_is_carried_into_the_next_epoch_with_its_statistics():
     assert_close(moving(model), moving(oracle), STATISTICS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["weights", "model"])
 def test_a_run_interrupted_in_a_window_resumes_exactly(how, tmp_path):
     x, y = shifted()
@@ -330,6 +340,7 @@ def test_a_run_interrupted_in_a_window_resumes_exactly(how, tmp_path):
     assert_differ(moving(fresh), moving(whole))
 
 
+@pytest.mark.slow
 def test_a_skipped_step_of_the_validation_data_leaves_the_window_alone():
     x, y = shifted()
     sizes = [5, 4, 2, 1, 7, 3]
@@ -504,6 +515,7 @@ def fit_eagerly(model, x, y, epochs=1):
     return model
 
 
+@pytest.mark.slow_but("sequential")
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 def test_replaced_layers_predict_to_the_bit_and_pool_their_statistics(make):
     x, y = shifted()
@@ -555,6 +567,7 @@ def test_a_replaced_layer_keeps_its_settings_and_stays_frozen():
     assert len(norm.weights) == 3 + 5
 
 
+@pytest.mark.slow_but("sequential")
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 def test_with_its_layers_frozen_a_model_accumulates_as_the_large_batch(make):
     x, y = shifted()
@@ -640,6 +653,7 @@ def test_an_architecture_of_keras_predicts_to_the_bit():
     assert all(isinstance(layer, POOLED) for layer in norms(model))
 
 
+@pytest.mark.slow_in("nested", "Holds")
 @pytest.mark.parametrize(
     "make", [sequential, nested, Holds], ids=lambda make: make.__name__
 )

@@ -132,6 +132,7 @@ def messages(caplog):
 # ------------------------------------------------------------------------ the tails
 
 
+@pytest.mark.slow_but("drop")
 @pytest.mark.parametrize("tail", WINDOWS)
 def test_each_tail_makes_the_updates_of_its_own_large_batches(tail):
     model = accumulating()
@@ -147,6 +148,7 @@ def test_each_tail_makes_the_updates_of_its_own_large_batches(tail):
     assert int(model.optimizer.micro_step) == (2 if tail == "carry" else 0)
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_flushed_epochs_are_epochs_with_the_large_batch(mode):
     model = accumulating(mode)
@@ -183,6 +185,7 @@ def test_accelerate_1847_a_short_last_batch_closes_no_window():
     assert int(model.optimizer.micro_step) == 3
 
 
+@pytest.mark.slow
 def test_a_flush_comes_before_validation():
     validation = {"validation_data": data(9, seed=5)}
     model = accumulating()
@@ -194,6 +197,7 @@ def test_a_flush_comes_before_validation():
     assert_differ(carried["val_loss"], expected["val_loss"])
 
 
+@pytest.mark.slow
 def test_epochs_without_validation_are_flushed_among_those_with():
     validation = {"validation_data": data(9, seed=5), "validation_freq": 2}
     model = accumulating()
@@ -207,6 +211,7 @@ def test_epochs_without_validation_are_flushed_among_those_with():
     assert_differ(carried["val_loss"], expected["val_loss"])
 
 
+@pytest.mark.slow_but("carry")
 @pytest.mark.parametrize("tail", ["carry", "flush_end"])
 def test_the_next_fit_goes_on_where_the_tail_left_it(tail):
     # Two calls of one epoch each. Left open, the window of the first is closed by the
@@ -235,6 +240,7 @@ def test_a_stop_within_an_epoch_ends_it():
     assert_differ(model.get_weights(), dense_model().get_weights())
 
 
+@pytest.mark.slow_but("flush_end")
 @pytest.mark.parametrize("tail", ["flush_epoch", "flush_end"])
 def test_averaged_weights_are_put_in_place_after_the_last_flush(tail):
     # Keras overwrites the weights by their average before `on_train_end`.
@@ -294,6 +300,7 @@ def test_a_loop_that_is_not_fit_is_flushed_at_its_end(tail, left):
     assert int(model.optimizer.iterations.numpy()) == 1 - left
 
 
+@pytest.mark.slow
 def test_a_window_that_is_empty_is_not_updated_with():
     # Momentum and decay would move the weights without any gradient.
     for tail in ("flush_epoch", "flush_end", "drop"):
@@ -311,6 +318,7 @@ def test_a_window_that_is_empty_is_not_updated_with():
 # --------------------------------------------------------------------- what it says
 
 
+@pytest.mark.slow_in("carry", "2", "drop")
 @pytest.mark.parametrize(
     "tail, updates, said",
     [
@@ -531,6 +539,7 @@ def gradient_norm(model, x, y):
     return np.sqrt(sum(np.sum(g.numpy().astype("float64") ** 2) for g in gradients))
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_history_has_updates_and_gradient_norms_of_each_epoch(mode):
     x, y = data(16)
@@ -789,6 +798,7 @@ class Recompile(keras.callbacks.Callback):
             self.optimizer = None
 
 
+@pytest.mark.slow_in("False-epoch_begin")
 @pytest.mark.parametrize("moment", ["epoch_begin", "batch_begin", "batch_end"])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_model_compiled_by_another_callback_is_followed(moment, first, messages):
@@ -815,6 +825,7 @@ def test_a_model_compiled_without_accumulation_meanwhile_is_watched_no_longer(me
 # ----------------------------------------------------------------- windows skipped
 
 
+@pytest.mark.slow_in("step")
 @pytest.mark.parametrize("route", ["optimizer", "step"])
 def test_an_epoch_of_overflows_is_warned_of_with_the_scale_and_the_policy(
     route, messages
@@ -887,6 +898,7 @@ class OwnLoss(keras.Model):
         return loss
 
 
+@pytest.mark.slow_in("known1")
 @pytest.mark.parametrize(
     ("kind", "known"),
     [
@@ -986,6 +998,7 @@ def replicas_output():
     return done.stdout + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_windows_are_flushed_on_replicas_too(replicas_output):
     assert "FLUSHED\n" in replicas_output, replicas_output
 

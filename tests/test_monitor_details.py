@@ -78,6 +78,7 @@ def noise_scale(*windows, seen=(0,)):
     return noise / signal
 
 
+@pytest.mark.slow_but("eager-both", "graph-optimizer")
 @pytest.mark.parametrize("route", ["optimizer", "step", "both"])
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_noise_scale_is_that_of_the_gradients_by_hand(mode, route):
@@ -139,6 +140,7 @@ def test_sums_and_scaled_losses_have_the_noise_of_their_mean(scale):
     np.testing.assert_allclose(logged[0], expected, rtol=1e-4)
 
 
+@pytest.mark.slow_in("optimizer")
 @pytest.mark.parametrize(
     ("route", "windows", "bound"), [("optimizer", 1000, 0.1), ("step", 300, 0.15)]
 )
@@ -176,6 +178,7 @@ def test_noise_that_hides_the_gradient_has_no_scale():
     assert np.isnan(trained(steps=1, noise_scale=True).history["noise_scale"]).all()
 
 
+@pytest.mark.slow_in("optimizer-clip2-<lambda>")
 @pytest.mark.parametrize(
     ("clip", "after"),
     [
@@ -238,6 +241,7 @@ def test_what_was_not_finite_is_named(how, said, caplog):
     assert line.endswith(f"the gradient of {shown} was not finite.")
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_step_that_an_overflow_skips_is_explained(mode, caplog):
     caplog.set_level(logging.WARNING, "keras_accum")
@@ -295,6 +299,7 @@ def first_layer_said(mode, route, make=with_root, loss="mse"):
     assert all("call" not in vars(layer) for layer in model.layers)
 
 
+@pytest.mark.slow_in("eager-skip_window", "graph-skip_micro_batch", "graph-step")
 @pytest.mark.parametrize("route", ["skip_window", "skip_micro_batch", "step"])
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_the_first_layer_that_was_not_finite_is_named_if_asked(mode, route, caplog):
@@ -312,6 +317,7 @@ def test_an_infinity_of_the_loss_is_that_of_no_layer(caplog):
     assert line.endswith("was not finite: none: the loss or the backward pass.")
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_what_raises_names_the_first_layer_if_asked(mode):
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
@@ -369,6 +375,7 @@ def epoch_scalars(folder):
     return found
 
 
+@pytest.mark.slow_in("step")
 @pytest.mark.parametrize("route", ["optimizer", "step"])
 def test_all_values_are_in_event_files_tables_and_the_progress_bar(
     route, tmp_path, capsys

@@ -67,6 +67,7 @@ def test_the_weight_decay_goes_with_the_batch_that_is_reached():
     assert [factor(size) for size in (16, 12, 24, 128)] == [1, 60 / 64, 72 / 64, 2]
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_windows_grow_during_training_and_are_always_whole(mode):
     # Windows of 1, 2, 2, 3 micro-batches: 1 + 2u/3, rounded.
@@ -164,6 +165,7 @@ def test_a_schedule_goes_on_under_the_warm_up():
     assert_differ(expected, delayed)
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_the_warm_up_counts_updates_and_not_micro_batches(mode):
     x, y = data(32)

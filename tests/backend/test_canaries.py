@@ -303,6 +303,7 @@ def test_any_newer_version_is_tried(found, monkeypatch):
     versions.check_versions()
 
 
+@pytest.mark.slow_in("jax")
 @pytest.mark.parametrize(
     ("before", "message"),
     [

@@ -21,6 +21,7 @@ def assertions_in(model, jit_compile):
     )
 
 
+@pytest.mark.slow_but("optimizer")
 @pytest.mark.parametrize("route", ["optimizer", "step", "both"])
 def test_xla_gets_no_assertions_of_each_of_which_it_would_warn(route):
     found = {}

@@ -31,6 +31,7 @@ def only(found, text=""):
     return warning
 
 
+@pytest.mark.slow_but("eager-optimizer", "graph-step")
 @pytest.mark.parametrize("route", ["optimizer", "step"])
 def test_a_warning_of_a_step_points_at_the_line_that_trains(route, mode):
     model = dense_model()

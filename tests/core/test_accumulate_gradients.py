@@ -122,6 +122,7 @@ def test_the_last_micro_batch_of_a_size_is_short():
     assert sizes_seen(3, micro_batch_size=1) == [1, 1, 1]
 
 
+@pytest.mark.slow_in("graph-{'accum_steps': 4}")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("split", [{"accum_steps": 4}, {"micro_batch_size": 4}], ids=str)
 def test_in_a_graph_each_sample_is_seen_once_and_in_order(split, mode):
@@ -232,6 +233,7 @@ def bags(table, rows, y):
     return tf.reduce_mean(tf.square(found - y))
 
 
+@pytest.mark.slow_in("{'accum_steps': 4}-graph")
 @pytest.mark.parametrize("how", ["eager", "graph"])
 @pytest.mark.parametrize("split", [{"accum_steps": 4}, {"micro_batch_size": 3}], ids=str)
 def test_ragged_tensors_are_exact(how, split):
@@ -306,6 +308,7 @@ def weighted_errors(w, batch):
     return tf.reduce_sum(weights * errors**2), tf.reduce_sum(weights)
 
 
+@pytest.mark.slow_in("graph-{'accum_steps': 4}")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("split", [{"accum_steps": 4}, {"micro_batch_size": 4}], ids=str)
 def test_pairs_of_a_loss_and_a_weight_equal_numpy(split, mode):
@@ -322,6 +325,7 @@ def test_pairs_of_a_loss_and_a_weight_equal_numpy(split, mode):
     assert_differ(mean_over(alone, [w], batch, [0, 4, 8, 12, 13]), oracle[1])
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_a_sum_equals_numpy(mode):
     w, batch, (loss, (gradient,)) = weighted_case()
@@ -340,6 +344,7 @@ def test_a_sum_does_not_ask_for_a_weight():
     assert_same(found, (loss * total, [gradient * total]), 2e-6)
 
 
+@pytest.mark.slow_in("graph-slice(0, 4, None)", "graph-slice(4, 8, None)")
 @pytest.mark.parametrize("zeros", [slice(0, 4), slice(4, 8), slice(12, 13)], ids=str)
 def test_a_weight_of_zero_adds_nothing_even_from_a_nan(zeros, mode):
     """The mean of nothing is 0 / 0."""
@@ -449,6 +454,7 @@ def test_a_gradient_that_only_some_micro_batches_have_is_kept():
     assert_close(gradients, [np.float32([9 / 3]), np.float32([-1.5 / 3])])
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_is_accumulated_in_float32(dtype, mode):

@@ -94,6 +94,7 @@ def test_accumulate_names_what_it_knows_at_once_and_once():
     assert said_by(fit, model, *data(6), 6) == []
 
 
+@pytest.mark.slow_in("eager-False", "graph-True")
 @pytest.mark.parametrize("two_pass", [False, True])
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_step_names_whatever_has_moved(two_pass, mode):
@@ -144,6 +145,7 @@ def test_the_monitor_says_nothing_of_a_model_whose_state_stays(caplog):
     assert caplog.records == []
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_an_optimizer_that_accumulates_names_them_too(mode):
     def said(*layers, accum_steps=2, callbacks=()):

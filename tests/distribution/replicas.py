@@ -1,6 +1,6 @@
 """Scenarios on several replicas, to be run in a process of their own.
 
-    python tests/distribution/replicas.py NAME... [--replicas N] [--modes graph eager]
+    python tests/distribution/replicas.py NAME... [--replicas N] [--slow]
 
 Logical CPU devices stand in for GPUs. TensorFlow wants one MirroredStrategy per process:
 after a collective operation that failed, everything later in that process fails too, so
@@ -54,19 +54,21 @@ from keras_accum._planning.transaction import variables
 # Batches of 4 over 2 replicas: 2 and 2, three times, and then 1 and none.
 SAMPLES, BATCH, STEPS = 13, 4, 4
 PASSED = "passed:"
-SCENARIOS, MODES, GROUPS = {}, {}, {}
+SCENARIOS, MODES, SLOW, GROUPS = {}, {}, {}, {}
 
 
-def scenario(group, *modes):
+def scenario(group, *modes, slow=()):
     """Register a scenario, to be run in `modes`: by default, in a graph and eagerly.
 
-    In one of them only where a scenario shows nothing that the other does by itself.
+    In one of them only where a scenario shows nothing that the other does by itself. In
+    those that are `slow`, only if they are asked for.
     """
     assert isinstance(group, str), "write @scenario(GROUP)"
 
     def register(function):
         name = function.__name__
-        SCENARIOS[name], MODES[name] = function, modes or ("graph", "eager")
+        SCENARIOS[name], SLOW[name] = function, slow
+        MODES[name] = tuple(m for m in modes or ("graph", "eager") if m not in slow)
         GROUPS.setdefault(group, []).append(name)
         return function
 
@@ -222,7 +224,7 @@ def constrained():
     return dense_model(kernel_constraint=keras.constraints.MaxNorm(0.5))
 
 
-@scenario("optimizers")
+@scenario("optimizers", slow=("graph",))
 def every_setting_of_an_optimizer_acts_on_the_reduced_gradient(strategy, mode):
     """keras#19891, TensorFlow#33929, keras#20582: invariant, clipped once, no crash."""
     # Three updates: what is overwritten by averages after the second shows in the third.
@@ -278,14 +280,14 @@ def gradients_are_clipped_after_they_are_reduced(strategy, mode):
 # ------------------------------------------------------------------ weights and losses
 
 
-@scenario("short batches")
+@scenario("short batches", slow=("eager",))
 def a_short_last_batch_weighs_what_it_holds(strategy, mode):
     """transformers#6969: 13 samples in batches of 4; the last leaves one replica none."""
     arrays = data(SAMPLES)
     check(dense_model, arrays, strategy, mode, metrics=["mae"])
 
 
-@scenario("weights", "graph")
+@scenario("weights", "graph", slow=("graph",))
 def sample_weights_are_summed_over_replicas(strategy, mode):
     x, y = data(SAMPLES)
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
@@ -300,7 +302,7 @@ def tokens_are_counted_over_replicas(strategy, mode):
     check(token_model, arrays, strategy, mode, loss=cross_entropy())
 
 
-@scenario("weights", "graph")
+@scenario("weights", "graph", slow=("graph",))
 def two_outputs_with_two_masks_are_exact_in_the_step(strategy, mode):
     x, y = two_text_arrays()
     cut = tf.nest.map_structure(lambda a: a[:SAMPLES], (x, y))
@@ -366,7 +368,7 @@ class Penalty(keras.layers.Layer):
         return inputs
 
 
-@scenario("losses", "graph")
+@scenario("losses", "graph", slow=("graph",))
 def what_a_layer_adds_to_the_loss_counts_once(strategy, mode):
     def make():
         keras.utils.set_random_seed(1)
@@ -390,7 +392,7 @@ class Total(keras.layers.Layer):
         return inputs
 
 
-@scenario("losses", "graph")
+@scenario("losses", "graph", slow=("graph",))
 def sums_that_a_layer_adds_are_over_all_samples(strategy, mode):
     """In the step: an optimizer alone takes them for means, and warns."""
     both = {"split": {"accum_steps": 2}}
@@ -418,7 +420,7 @@ def sums_that_a_layer_adds_are_over_all_samples(strategy, mode):
         assert_differ(naive[0].get_weights(), oracle[0].get_weights(), what="plain Keras")
 
 
-@scenario("losses", "graph")
+@scenario("losses", "graph", slow=("graph",))
 def a_metric_of_a_whole_batch_is_named(strategy, mode):
     """Each replica computes it from its own samples, with `two_pass` too."""
 
@@ -443,7 +445,7 @@ def a_metric_of_a_whole_batch_is_named(strategy, mode):
         assert not said(two_pass, "mae")
 
 
-@scenario("weights", "graph")
+@scenario("weights", "graph", slow=("graph",))
 def class_weights_are_exact(strategy, mode):
     x, y = data(SAMPLES)
     labels = np.abs(y).argmax(axis=1)
@@ -481,7 +483,7 @@ def a_loss_with_a_hook_for_its_weight_is_exact(strategy, mode):
     assert_same(train(make, arrays, sgd, strategy, mode, split=split), oracle)
 
 
-@scenario("losses", "graph")
+@scenario("losses", "graph", slow=("graph",))
 def inputs_in_a_dictionary_and_dropout_train(strategy, mode):
     """Random numbers are drawn anew; the exact part is asserted without them."""
 
@@ -501,7 +503,7 @@ def inputs_in_a_dictionary_and_dropout_train(strategy, mode):
     assert_differ(dropped.get_weights(), exact.get_weights())
 
 
-@scenario("optimizers")
+@scenario("optimizers", slow=("eager",))
 def embeddings_on_both_replicas_are_exact(strategy, mode):
     """Sparse gradients with rows that repeat, on both replicas, under a clip.
 
@@ -838,7 +840,7 @@ def invented(profiler, size, recompute, timed):
     return Trial(size, recompute, 2**20, seconds=1.0)
 
 
-@scenario("planning")
+@scenario("planning", slow=("eager",))
 def a_plan_is_for_each_replica_and_changes_none(strategy, mode):
     """The model is made in the scope; the call is outside of it."""
     x, y = data(6)
@@ -883,7 +885,7 @@ def a_plan_is_for_each_replica_and_changes_none(strategy, mode):
     assert_differ(model.get_weights(), weights)
 
 
-@scenario("planning", "graph")
+@scenario("planning", "graph", slow=("graph",))
 def a_plan_trains_as_the_large_batch(strategy, mode):
     """Also where the replicas cannot share the batch equally."""
     arrays = data(5)
@@ -906,7 +908,7 @@ def a_plan_trains_as_the_large_batch(strategy, mode):
 # -------------------------------------------------------------------------- collectives
 
 
-@scenario("reductions")
+@scenario("reductions", slow=("eager",))
 def one_reduction_per_window_whatever_its_length(strategy, mode):
     """Gradients and weights are reduced together, once. Keras reduces at each step."""
     arrays = data(24)
@@ -969,14 +971,14 @@ def check_types(strategy, mode, types):
         assert_differ(oracle.get_weights(), make().get_weights(), 0.05, "training")
 
 
-@scenario("reductions")
+@scenario("reductions", slow=("graph",))
 def each_type_is_reduced_apart(strategy, mode):
     """And to the precision of its own."""
     wide, *mixed = TYPES
     check_types(strategy, mode, [wide] if mode == "eager" else mixed)
 
 
-@scenario("reductions")
+@scenario("reductions", slow=("graph",))
 def one_reduction_per_window_and_type(strategy, mode):
     """The weight of a window goes along: with sums of its type, or of a wider one."""
     for dtypes, types, scalars in (
@@ -997,7 +999,7 @@ def one_reduction_per_window_and_type(strategy, mode):
             break
 
 
-@scenario("reductions")
+@scenario("reductions", slow=("graph",))
 def a_monitor_sees_the_micro_batches_of_all_replicas(strategy, mode):
     """Noise, norms and clipping as on one device with the same micro-batches."""
     x, y = data(12)
@@ -1286,7 +1288,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="+")
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--modes", nargs="+", choices=("graph", "eager"))
+    parser.add_argument("--slow", action="store_true", help="the slow modes")
     wanted = parser.parse_args()
     (cpu,) = tf.config.list_physical_devices("CPU")
     devices = [tf.config.LogicalDeviceConfiguration()] * wanted.replicas
@@ -1295,7 +1297,7 @@ def main():
         [f"CPU:{i}" for i in range(wanted.replicas)], cross_device_ops=REDUCTIONS
     )
     for name in wanted.names:
-        for mode in wanted.modes or MODES[name]:
+        for mode in (SLOW if wanted.slow else MODES)[name]:
             run(SCENARIOS[name], strategy, mode)
         print(PASSED, name, flush=True)
 

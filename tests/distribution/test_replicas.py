@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from groups import Ended, passed_in, run_group
-from replicas import GROUPS
+from replicas import GROUPS, MODES, SLOW
 
 SECONDS = 1200
 HELPERS = str(pathlib.Path(__file__).parents[1])
@@ -19,10 +19,10 @@ PATHS = os.pathsep.join([HELPERS, os.environ.get("PYTHONPATH", "")])
 ENVIRONMENT = {**os.environ, "PYTHONPATH": PATHS}
 
 
-def run(names, replicas=2):
+def run(names, replicas=2, *options):
     """Run scenarios in turn, up to the first that fails or takes too long."""
     script = pathlib.Path(__file__).with_name("replicas.py")
-    command = [sys.executable, str(script), *names, "--replicas", str(replicas)]
+    command = [sys.executable, str(script), *names, "--replicas", str(replicas), *options]
     try:
         ended = subprocess.run(
             command,
@@ -49,14 +49,20 @@ PROCESSES = [
 
 @pytest.mark.parametrize("groups", PROCESSES, ids=", ".join)
 def test_on_two_replicas(groups):
-    run_group([name for group in groups for name in GROUPS[group]], run)
+    run_group([name for group in groups for name in GROUPS[group] if MODES[name]], run)
+
+
+@pytest.mark.slow  # In the other mode; or what the step shows on one device.
+def test_the_rest_on_two_replicas():
+    slow = [name for name in SLOW if SLOW[name]]
+    run_group(slow, lambda names: run(names, 2, "--slow"))
 
 
 def test_each_group_has_its_process():
     assert sorted([*itertools.chain(*PROCESSES), "invariance"]) == sorted(GROUPS)
 
 
-@pytest.mark.parametrize("replicas", [1, 4])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_invariance(replicas):
     run_group(GROUPS["invariance"], lambda names: run(names, replicas))
 

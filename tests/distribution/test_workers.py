@@ -84,6 +84,7 @@ def test_on_two_workers(tmp_path):
     run_group(SHARED, lambda names: run(names, tmp_path))
 
 
+@pytest.mark.slow  # As on replicas.
 def test_a_scenario_that_fails_is_seen(tmp_path):
     with pytest.raises(AssertionError, match=r"(?s)no_such fails:.*KeyError: 'no_such'"):
         run_group(["no_such"], lambda names: run(names, tmp_path))
@@ -113,5 +114,6 @@ def test_a_worker_that_stops_ends_the_other(tmp_path):
     lose("worker_1_stops", tmp_path, ["UnavailableError"])
 
 
+@pytest.mark.slow  # Waits for a timeout.
 def test_a_worker_that_hangs_ends_the_other_by_the_timeout_that_was_set(tmp_path):
     lose("worker_1_hangs", tmp_path, ["DeadlineExceededError"])

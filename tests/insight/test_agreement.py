@@ -154,6 +154,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_in("sum and regularizer", "both routes")
 @pytest.mark.parametrize(
     ("make", "more", "expected", "equal"), CASES.values(), ids=list(CASES)
 )

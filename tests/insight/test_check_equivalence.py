@@ -28,6 +28,7 @@ layers = keras.layers
 # ------------------------------------------------------------------- what is equal
 
 
+@pytest.mark.slow_in("windows-True")
 @pytest.mark.parametrize(
     ("optimizer", "eager"), [("sgd", True), (windows, True), (windows, False)]
 )
@@ -83,6 +84,7 @@ def test_the_bias_of_keys_is_zero_but_for_rounding():
     assert said in str(report)
 
 
+@pytest.mark.slow_in("windows")
 @pytest.mark.parametrize(
     ("policy", "optimizer"),
     [
@@ -119,6 +121,7 @@ def test_a_data_set_gives_its_first_batch():
 # --------------------------------------------------------------------- what differs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [keras.optimizers.SGD, windows])
 def test_batch_normalization_is_where_the_difference_enters(optimizer):
     middle = [
@@ -196,6 +199,7 @@ def test_a_metric_of_the_batch_is_found_and_the_update_is_equal():
 # -------------------------------------------------------- the model is what it was
 
 
+@pytest.mark.slow_in("windows")
 @pytest.mark.parametrize(
     ("fails", "optimizer"),
     [

@@ -72,6 +72,7 @@ def trained(kind, optimizer, batch_size, mode):
     return model.critic.get_weights(), model.generator.get_weights()
 
 
+@pytest.mark.slow_in("graph")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_each_in_turn_over_the_batch_is_the_large_batch(mode):
     large = trained(Adversaries, sgd, STEPS * SIZE, mode)

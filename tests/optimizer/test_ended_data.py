@@ -62,6 +62,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow_but("scaled-3")
 @pytest.mark.parametrize("accum_steps", [1, 3])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_end_of_data_of_unknown_length_is_no_micro_step(setting, accum_steps):

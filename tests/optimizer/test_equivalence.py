@@ -70,23 +70,9 @@ def test_all_optimizers_of_keras_are_in_the_table():
     assert shipped == set(OPTIMIZERS)
 
 
-# One of each kind: a rule of its own, decay, factored moments, products of matrices. And
-# where an optimizer reads what it has assigned, a graph may order it otherwise.
-IN_GRAPH = ["sgd", "adamw", "adafactor", "muon", "nadam", "schedulefreeadamw"]
-IN_XLA = ["adamw", "muon"]
-
-
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        *[(name, "eager") for name in OPTIMIZERS],
-        *[
-            pytest.param(name, mode, marks=[pytest.mark.slow] * (name not in shown))
-            for mode, shown in (("graph", IN_GRAPH), ("xla", IN_XLA))
-            for name in OPTIMIZERS
-        ],
-    ],
-)
+@pytest.mark.slow_in("eager", *(f"{name}-xla" for name in OPTIMIZERS if name != "adamw"))
+@pytest.mark.parametrize("mode", ["graph", "eager", "xla"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_equals_the_large_batch(name, mode):
     model = train(ka.AccumOptimizer(name, 3), [4, 4, 2], mode)
     oracle, naive = train_plainly(name, (10,)), train_plainly(name, (4, 4, 2))
@@ -110,6 +96,7 @@ def test_sgd_with_momentum_equals_numpy(mode):
     )
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_adam_equals_numpy(mode):
     check_against_numpy(
@@ -153,6 +140,7 @@ def check_against_numpy(inner, step, mode, rtol):
     assert_differ(unweighted, expected)
 
 
+@pytest.mark.slow_but("graph")
 def test_a_window_of_one_is_the_inner_optimizer_to_the_bit(mode):
     inner = {"learning_rate": 0.1, "momentum": 0.9, "global_clipnorm": 0.5}
     sizes = [7, 3, 5]
@@ -163,6 +151,7 @@ def test_a_window_of_one_is_the_inner_optimizer_to_the_bit(mode):
     assert int(model.optimizer.iterations) == 9
 
 
+@pytest.mark.slow_but("clip1")
 @pytest.mark.parametrize(
     "clip", [{"clipnorm": 0.1}, {"global_clipnorm": 0.2}, {"clipvalue": 0.02}]
 )
@@ -194,6 +183,7 @@ def gradients(model, x, y):
     return tape.gradient(loss, [v.value for v in model.trainable_variables])
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_adaptive_clipping_equals_numpy_unit_by_unit(mode):
     rng = np.random.default_rng(5)
@@ -249,6 +239,7 @@ def overwriting():
     )
 
 
+@pytest.mark.slow_but("scheduled-eager")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("inner", "mode"),
@@ -283,6 +274,7 @@ def test_constraints_and_regularisers_count_once_per_update():
     )
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_sum_losses_add_up_over_the_window(mode):
     loss = keras.losses.MeanSquaredError(reduction="sum")
@@ -317,6 +309,7 @@ def tokens(samples):
     return x, np.roll(x, 1, axis=1)
 
 
+@pytest.mark.slow_in("sum_over_batch_size", "graph", "ignore_class")
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
 @pytest.mark.parametrize(
     ("masked_by", "mode"),
@@ -418,6 +411,7 @@ def test_logged_loss_and_metrics_are_those_of_the_samples():
     )
 
 
+@pytest.mark.slow_in("graph")
 @pytest.mark.slow_in("xla")
 def test_a_schedule_of_accum_steps_takes_effect_at_the_next_window(mode):
     def ramp(update):
@@ -454,6 +448,7 @@ def test_setting_accum_steps_never_misaligns_a_window():
     assert optimizer.accum_steps == 2
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_flush_divides_by_what_the_window_holds(mode):
     x, y = data(10)
@@ -487,6 +482,7 @@ def test_reset_forgets_the_window_and_nothing_else():
     assert_same_training(model, oracle)
 
 
+@pytest.mark.slow_but("graph")
 def test_nothing_moves_before_the_end_of_a_window(mode):
     inner = keras.optimizers.AdamW(0.1, use_ema=True)
     model = compile_in(

@@ -72,6 +72,7 @@ INNER = {
 }
 
 
+@pytest.mark.slow_but("graph-sgd-all")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("mode", "name"),
@@ -230,6 +231,7 @@ def plain_steps(*steps, make=inner):
 WEIGHTS = [2.0, 5.0, 1.0, 3.0]
 
 
+@pytest.mark.slow_in("first-eager", "last-graph", "middle-graph")
 @without_xla
 @pytest.mark.parametrize(
     ("missing", "of"), [(0, 0), (1, 1), (3, 0)], ids=["first", "middle", "last"]
@@ -271,6 +273,7 @@ def test_kerass_own_accumulation_throws_away_what_stands_before_a_none():
     assert_differ([variables[0]], [two_variables()[0]])
 
 
+@pytest.mark.slow_in("eager")
 @without_xla
 def test_a_gradient_that_is_always_none_leaves_the_variable_alone(mode):
     variables = two_variables()
@@ -335,6 +338,7 @@ def test_a_multi_optimizer_takes_gradients_that_are_none(mode):
     assert_equal([b], [three_variables()[1]])
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_two_players_alternate_within_a_window(mode):
     """As a GAN trains: each call brings the gradients of one of the two."""
@@ -381,6 +385,7 @@ def overwritten(*values):
     return scale
 
 
+@pytest.mark.slow_in("eager-positive", "graph-negative")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("sign", [1.0, -1.0], ids=["positive", "negative"])
 def test_a_variable_to_be_overwritten_becomes_the_largest_value(mode, sign):
@@ -401,6 +406,7 @@ def test_a_variable_to_be_overwritten_becomes_the_largest_value(mode, sign):
         assert_close([optimizer.last_gradient_norm], [1.0])
 
 
+@pytest.mark.slow_in("eager")
 @without_xla
 def test_a_variable_to_be_overwritten_that_was_not_reached_keeps_its_value(mode):
     a, b, scale = *two_variables(), overwritten(5.0)
@@ -426,6 +432,7 @@ def test_a_nan_of_weight_zero_does_not_overwrite(mode):
     assert_equal([scale], [np.array([2.0])])
 
 
+@pytest.mark.slow_in("eager")
 @without_xla
 def test_a_value_of_weight_zero_is_none_of_the_window(mode):
     """Nor is the zero that the window began with, which is larger than -7."""
@@ -488,6 +495,7 @@ def test_a_float8_layer_keeps_the_largest_scales_of_the_window():
 # --- weights
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_uneven_weights_give_the_weighted_mean(mode):
     variables, optimizer = two_variables(), ka.AccumOptimizer(inner(), 4)
@@ -542,6 +550,7 @@ def test_a_micro_batch_of_weight_zero_contributes_nothing_even_a_nan(mode):
     assert_differ(variables, plain_steps(*controls)[0])
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_a_window_of_weight_zero_updates_with_zero(mode):
     """As the large batch does: it decays, its momentum runs on, iterations advance."""

@@ -70,6 +70,7 @@ def test_gradient_accumulator_133_a_learning_rate_scheduler_sets_the_rate():
     assert_differ(constant.get_weights(), large.get_weights())
 
 
+@pytest.mark.slow
 def test_gradient_accumulator_133_reduce_lr_on_plateau_sets_the_rate():
     def plateau():
         return [
@@ -100,6 +101,7 @@ def multi():
     return keras.optimizers.MultiOptimizer(mapping)
 
 
+@pytest.mark.slow
 @since_keras("3.15", "MultiOptimizer")
 def test_a_learning_rate_scheduler_reaches_the_parts_of_a_multi_optimizer():
     def halving():
@@ -159,6 +161,7 @@ def test_model_checkpoint_in_mid_window_saves_what_goes_on_exactly(tmp_path):
     assert_differ(again.get_weights(), model.get_weights())
 
 
+@pytest.mark.slow
 def test_early_stopping_restores_the_best_weights_of_the_large_batch():
     def stopping():
         return [
@@ -196,6 +199,7 @@ def test_early_stopping_restores_the_best_weights_of_the_large_batch():
     assert_differ(losses[-1], losses[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swap_on_epoch", [False, True])
 def test_keras_22959_swap_ema_weights_sees_the_wrapped_optimizer(swap_on_epoch):
     def averaged():
@@ -231,6 +235,7 @@ def test_averages_replace_no_weights_before_the_first_update():
     assert_differ(model.get_weights(), dense_model().get_weights())
 
 
+@pytest.mark.slow
 @since_keras("3.15", "MultiOptimizer")
 def test_swap_ema_weights_sees_a_multi_optimizer_inside():
     def averaged():
@@ -313,6 +318,7 @@ def test_tensorboard_shows_updates_norms_and_the_learning_rate(tmp_path):
 # ------------------------------------------------------------------ compile options
 
 
+@pytest.mark.slow_but("1")
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_steps_per_execution_changes_no_number(steps):
     # Of 7 micro-batches: 4 executions of 2, 3 of 3, 2 of 4, none in step with windows.
@@ -334,6 +340,7 @@ def test_steps_per_execution_changes_no_number(steps):
     assert_differ(other.get_weights(), large.get_weights())
 
 
+@pytest.mark.slow_but("{'run_eagerly': True}")
 @pytest.mark.parametrize(
     "options",
     [
@@ -414,6 +421,7 @@ def evaluated_and_flushed(model):
     fit(model, *data(), 4, epochs=3, callbacks=callbacks, validation_data=validation)
 
 
+@pytest.mark.slow_but("{'jit_compile': False}")
 @pytest.mark.parametrize(
     "options",
     [
@@ -435,6 +443,7 @@ def test_gradient_accumulator_102_as_many_traces_as_plain_keras():
     assert traced(AccumOptimizer(sgd(), 3), short_last_batches, **options) == plain
 
 
+@pytest.mark.slow_in("growing_windows")
 @pytest.mark.parametrize("run", [growing_windows, evaluated_and_flushed])
 def test_neither_new_lengths_nor_flushes_trace_again(run):
     assert traced(AccumOptimizer(sgd(), 3), run, jit_compile=False) == 1

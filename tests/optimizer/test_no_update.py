@@ -41,6 +41,7 @@ def train(model, samples, **options):
     model.fit(x, y, batch_size=4, verbose=0, shuffle=False, **options)
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_a_fit_shorter_than_a_window_is_told(mode):
     model = accumulating(mode)

@@ -121,6 +121,7 @@ def counters(optimizer):
 # --- skip_micro_batch
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_a_skipped_micro_batch_leaves_the_mean_of_the_rest(mode):
     run, oracle = Accumulating(mode, "skip_micro_batch"), Plain()
@@ -141,6 +142,7 @@ def test_a_skipped_micro_batch_leaves_the_mean_of_the_rest(mode):
         assert run.skipped == (0, [1, 2, 3, 5, 5][seed])
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_a_window_of_skipped_micro_batches_is_skipped(mode):
     run, oracle, control = Accumulating(mode, "skip_micro_batch"), Plain(), Plain()
@@ -189,6 +191,7 @@ def test_a_variable_that_only_a_skipped_micro_batch_reached_is_left_alone(mode):
     assert_differ([b], [d])
 
 
+@pytest.mark.slow_in("eager")
 @without_xla
 def test_a_skipped_micro_batch_leaves_a_variable_to_be_overwritten_alone(mode):
     scale, weight = variable(5.0), variable(1.0)
@@ -206,6 +209,7 @@ def test_a_skipped_micro_batch_leaves_a_variable_to_be_overwritten_alone(mode):
 # --- skip_window
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_a_skipped_window_changes_nothing_and_the_next_one_is_clean(mode):
     run, oracle, control = Accumulating(mode, "skip_window"), Plain(), Plain()
@@ -255,6 +259,7 @@ def test_a_flush_judges_the_open_window_too(policy):
 # --- propagate
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_by_default_a_nan_reaches_the_weights_as_in_keras(mode):
     assert ka.AccumOptimizer("sgd", 2).on_nonfinite == "propagate"
@@ -278,6 +283,7 @@ def test_by_default_a_nan_reaches_the_weights_as_in_keras(mode):
 # --- raise
 
 
+@pytest.mark.slow_in("first-graph", "last-eager", "middle-graph")
 @without_xla
 @pytest.mark.parametrize("bad", [FIRST, MIDDLE, LAST], ids=["first", "middle", "last"])
 def test_raise_changes_nothing_and_the_window_goes_on(mode, bad):
@@ -393,6 +399,7 @@ def train_on(*selections):
     return model
 
 
+@pytest.mark.slow_in("graph")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("mode", "policy", "bad"),

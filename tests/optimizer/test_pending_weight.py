@@ -56,6 +56,7 @@ class Own(keras.Model):
         return loss, tape.gradient(loss, self.trainable_variables)
 
 
+@pytest.mark.slow_but("True-graph")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 @pytest.mark.parametrize("inner", [True, False])
@@ -106,6 +107,7 @@ def test_a_weight_is_used_once_and_not_saved():
     assert not [v for v in model.optimizer.variables if "announced" in v.path]
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_losses_of_parts_leave_no_weight(mode):
     """`accumulate_gradients` gives the gradient of all parts, not of the last one."""

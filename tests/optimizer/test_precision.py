@@ -86,6 +86,7 @@ def train(model, optimizer, sizes, mode="graph", loss=tiny_loss, x=None, y=None)
     return model
 
 
+@pytest.mark.slow_but("global_policy-eager")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("way", "mode"),
@@ -221,6 +222,7 @@ FIRST, MIDDLE, LAST = 0, 1, 3
 SCRIPT = [(), (), (FIRST,), (), (MIDDLE,), (LAST,), (), (FIRST, LAST), (), (), ()]
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_scale_growth_and_iterations_follow_the_large_batch(mode):
     variables, plain_variables = two_variables(), two_variables()
@@ -287,6 +289,7 @@ def test_fit_skips_a_window_with_an_overflow_as_the_large_batch():
     assert_differ(model.get_weights(), control.get_weights())
 
 
+@pytest.mark.slow_in("graph")
 @pytest.mark.slow_in("xla")
 def test_in_float32_a_scaler_inside_changes_nothing_but_the_overflow(mode):
     model = dense_model()
@@ -360,6 +363,7 @@ def test_a_reset_forgets_an_overflow():
     assert_close(variables, moved)
 
 
+@pytest.mark.slow_in("own")
 @pytest.mark.parametrize("way", ["global", "own"])
 def test_a_window_loaded_from_a_file_is_still_known_to_be_scaled(way, tmp_path):
     if way == "global":
@@ -438,6 +442,7 @@ def test_without_float16_the_loss_stays_as_it_is():
 # --- a constant scale, of the inner optimizer
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_constant_scale_is_applied_and_undone_once(mode):
     def make():
@@ -623,6 +628,7 @@ def test_a_bfloat16_policy_is_accumulated_without_a_scale():
     assert_differ(model.get_weights(), control.get_weights(), by=1e-1)
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_float64_variables_are_updated_in_float64(mode):
     variables = two_variables("float64")

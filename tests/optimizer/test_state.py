@@ -112,6 +112,7 @@ def load(path, kind, optimizer, mode=MODE):
 # ------------------------------------------------------------- resume in mid-window
 
 
+@pytest.mark.slow_but("keras")
 @pytest.mark.parametrize("kind", FORMATS)
 def test_training_resumed_in_mid_window_is_the_uninterrupted_one_to_the_bit(
     kind, tmp_path
@@ -142,6 +143,7 @@ def test_training_resumed_in_mid_window_is_the_uninterrupted_one_to_the_bit(
     assert_differ(reset.get_weights(), model.get_weights())
 
 
+@pytest.mark.slow
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("mode", ["graph", "xla"])
 def test_training_resumes_in_mid_window_in_compiled_steps_too(mode, tmp_path):
@@ -158,6 +160,7 @@ def test_training_resumes_in_mid_window_in_compiled_steps_too(mode, tmp_path):
     assert_differ(reset.get_weights(), model.get_weights())
 
 
+@pytest.mark.slow_but("keras")
 @pytest.mark.parametrize("kind", FORMATS[:3])
 def test_counters_of_skipped_windows_and_micro_batches_are_saved(kind, tmp_path):
     def fresh():
@@ -186,6 +189,7 @@ def test_counters_of_skipped_windows_and_micro_batches_are_saved(kind, tmp_path)
 MULTI = pytest.param("multi", marks=since_keras("3.15", "MultiOptimizer"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["sgd", MULTI])
 def test_an_inner_optimizer_of_any_make_is_restored(inner, tmp_path):
     def fresh():
@@ -233,6 +237,7 @@ def test_the_running_maximum_of_variables_that_are_overwritten_is_saved(tmp_path
     assert float(forgetful_scale) == -6.0
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_model_goes_on_in_mid_window():
     model = compile_in(dense_model(), MODE, accumulating())
     fit(model, *data(seed=2), 4)
@@ -244,6 +249,7 @@ def test_a_copy_of_a_model_goes_on_in_mid_window():
     assert_equal(everything(duplicate), everything(model))
 
 
+@pytest.mark.slow
 def test_the_list_of_variables_carries_the_whole_state():
     model = compile_in(dense_model(), MODE, accumulating())
     fit(model, *data(seed=2), 4)
@@ -260,6 +266,7 @@ def test_the_list_of_variables_carries_the_whole_state():
 # -------------------------------------------------------------- another window length
 
 
+@pytest.mark.slow_but("checkpoint_unbuilt")
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_window_opened_with_four_steps_keeps_them_in_an_optimizer_of_two(
     kind, tmp_path
@@ -310,6 +317,7 @@ def load_plain(path, kind, optimizer):
     return model
 
 
+@pytest.mark.slow_but("checkpoint")
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_checkpoint_of_the_plain_inner_optimizer_loads(kind, tmp_path):
     def adam():
@@ -343,6 +351,7 @@ def test_a_plain_checkpoint_closes_the_window_that_was_open_before(tmp_path):
     assert all(np.abs(held).max() == 0 for held in window(model.optimizer))
 
 
+@pytest.mark.slow_in("keras")
 @pytest.mark.parametrize("kind", ["weights.h5", "keras"])
 def test_a_checkpoint_of_a_plain_loss_scale_optimizer_loads(kind, tmp_path):
     plain = compile_in(dense_model(), MODE, scaled_sgd())
@@ -380,6 +389,7 @@ def test_an_optimizer_that_has_trained_already_keeps_its_slots_inside_of_the_wra
     assert_differ(forgetful.get_weights(), plain.get_weights())
 
 
+@pytest.mark.slow_in("adam_into_momentum")
 @pytest.mark.parametrize(
     "saved, wanted",
     [
@@ -556,6 +566,7 @@ class InterruptAt(keras.callbacks.Callback):
             raise Interrupted
 
 
+@pytest.mark.slow
 def test_keras_19389_backup_and_restore_resumes_the_optimizer_after_a_cold_start(
     tmp_path,
 ):
@@ -613,6 +624,7 @@ def test_backup_in_mid_epoch_replays_the_epoch_onto_the_window_that_was_open(tmp
 # ---------------------------------------------------------- iterations of the inner
 
 
+@pytest.mark.slow_in("resumed")
 @pytest.mark.parametrize("resume", [False, True], ids=["one_run", "resumed"])
 def test_keras_20901_horovod_3631_inner_iterations_advance_behind_the_loss_scale(
     resume, tmp_path
@@ -773,6 +785,7 @@ def test_classes_of_the_users_own_are_found_by_name(tmp_path):
         keras.saving.load_model(path)
 
 
+@pytest.mark.slow
 def test_a_schedule_goes_on_where_it_was_saved(tmp_path):
     def sgd():
         return keras.optimizers.SGD(0.1, momentum=0.9)

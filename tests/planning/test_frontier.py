@@ -302,6 +302,7 @@ def test_products_of_a_block_are_kept_where_little_has_to_go():
     assert choices_of(model).subset(0.2)[0] == ("attention_0",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.2, 0.9])
 def test_gradients_with_products_kept_are_those_of_the_plain_model(share):
     x = np.random.default_rng(0).normal(size=(4, 12, 16)).astype("float32")

@@ -102,6 +102,7 @@ def test_a_peak_below_the_level_is_no_negative_number(monkeypatch):
 # ------------------------------------------------------------------------------- steps
 
 
+@pytest.mark.slow_but("graph")
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_the_way_a_step_runs_decides_how_it_is_measured(mode):
     profiler = profiler_of(compile_in(dense_model(), mode, keras.optimizers.SGD()))
@@ -238,6 +239,7 @@ def test_a_train_step_of_an_accumulating_class_is_measured():
     assert model.accum_steps == 2
 
 
+@pytest.mark.slow
 def test_the_peak_and_the_compiler_agree_on_what_grows_with_a_sample(monkeypatch):
     monkeypatch.setattr(_measure, "MOST_STEPS", 5)
     width, layers = 128, 4

@@ -61,6 +61,7 @@ def test_the_micro_batches_make_the_batch():
 WIDTH, LAYERS = 128, 2
 
 
+@pytest.mark.slow
 def test_less_memory_makes_smaller_micro_batches_and_the_peak_is_below():
     """Activations of 64 KiB a sample in each of 2 layers, and little else."""
     layers = [keras.layers.Dense(WIDTH, "tanh", use_bias=False) for _ in range(LAYERS)]

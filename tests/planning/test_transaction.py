@@ -29,6 +29,7 @@ def assert_same_state(found, expected):
     assert found == expected
 
 
+@pytest.mark.slow_in("graph")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("mode", "trained"), [("eager", False), ("graph", True), ("xla", False)]
@@ -95,6 +96,7 @@ def draws():
     ]
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_if_nothing_had_been_planned():
     def run(between):
         # To Keras 3.12 a new seed does not reach the generator that is there already.
@@ -128,6 +130,7 @@ def test_random_state_that_was_not_there_is_not_there_afterwards(monkeypatch):
     assert global_state.get_global_attribute("global_seed_generator") is None
 
 
+@pytest.mark.slow
 def test_an_accumulating_model_keeps_its_own_step():
     model = ka.accumulate(compiled("eager"), accum_steps=2)
     before = everything(model)
@@ -166,6 +169,7 @@ def test_a_model_of_the_class_is_what_it_was_and_so_are_its_clones():
     assert (model.two_pass, model.on_oom) == (True, "halve")
 
 
+@pytest.mark.slow
 def test_an_open_window_of_an_optimizer_stays_open():
     optimizer = ka.AccumOptimizer(keras.optimizers.Adam(0.05), 4)
     model = compiled("eager", optimizer)

@@ -20,6 +20,7 @@ layers = keras.layers
 X, _ = data(features=8)
 
 
+@pytest.mark.slow_in("graph-False-shape0")
 @pytest.mark.parametrize("shape", [(0,), (1,), (7,), (8,), (3, 3), (2, 3, 5), ()])
 @pytest.mark.parametrize("known", [True, False])
 def test_bits_are_the_mask(shape, known, mode):
@@ -127,6 +128,14 @@ NOISES = {
 }
 
 
+@pytest.mark.slow_but(
+    "eager-all",
+    "eager-columns",
+    "eager-shared seed",
+    "eager-loop",
+    "graph-rows",
+    "xla-all",
+)
 @pytest.mark.parametrize("noise", NOISES)
 def test_gradients_are_those_of_the_mask_that_was_drawn(noise, mode):
     compare(lambda: Noisy(NOISES[noise]), mode=mode)
@@ -162,12 +171,14 @@ def block_of(*inside, shape=SEQUENCES.shape[1:]):
     )
 
 
+@pytest.mark.slow_but("eager-SpatialDropout1D", "eager-GaussianDropout", "graph-Dropout")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_that_drop(kind, mode):
     compare(lambda: block_of(KINDS[kind]()), SEQUENCES, mode)
 
 
+@pytest.mark.slow_in("eager-mixed_bfloat16", "graph-float64", "graph-mixed_float16")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float64"])
 def test_the_mask_is_that_of_the_type_computed_in(policy, mode):
@@ -183,6 +194,7 @@ def test_shapes_that_are_not_known_before(mode):
     compare(lambda: Noisy(dropped(0.5)), SEQUENCES, mode, signature)
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_a_block_inside_of_a_block_takes_the_masks_of_the_outer_one(mode):
     def make():

@@ -87,6 +87,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, watched",
     [
@@ -108,6 +109,7 @@ def test_weights_that_loops_and_branches_read(kind, watched):
     assert all(np.abs(gradient).max() > 0 for gradient in found)
 
 
+@pytest.mark.slow
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("mode", ["graph", "xla"])
 def test_a_recurrent_layer_in_a_loop_over_micro_batches(mode):
@@ -197,6 +199,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.slow_but("weights-graph")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_functions_that_each_call_makes(kind, mode):
@@ -237,6 +240,7 @@ def test_functions_in_blocks_inside_of_blocks():
     assert_close(trained(model, "graph"), trained(make(), "graph"))
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_function_that_lives_on_reads_a_state_as_it_is(mode):
     inside = lambda layer, x: x * layer.scale * layer.variable  # noqa: E731

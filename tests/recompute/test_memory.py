@@ -58,6 +58,7 @@ def test_a_micro_step_in_a_graph_needs_what_a_plain_one_does():
     assert between < plain + 0.25 * model_of().count_params() * 4 / MIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_an_update_under_xla_needs_no_second_copy(name):
     parameters = model_of().count_params() * 4 / MIB
@@ -65,6 +66,7 @@ def test_an_update_under_xla_needs_no_second_copy(name):
     assert peak(ka.AccumOptimizer(name, 2), True, k=2) < plain + 0.1 * parameters
 
 
+@pytest.mark.slow
 def test_keras_itself_needs_one_under_xla():
     parameters = model_of().count_params() * 4 / MIB
     plain = peak(keras.optimizers.Adam(), xla=True)

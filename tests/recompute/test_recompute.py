@@ -51,6 +51,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow_but("layer-eager", "wrapper-eager")
 @pytest.mark.parametrize(
     "way, mode",
     [
@@ -100,6 +101,7 @@ def only(kind, **options):
     return make
 
 
+@pytest.mark.slow_in("eager")
 def test_bert4keras_521_and_tensorflow_30265_dropout_is_not_drawn_anew(mode):
     make = only(layers.Dropout, rate=0.5, seed=3)
     loss, expected, moved = gradients(make(), mode=mode)
@@ -114,6 +116,7 @@ def test_bert4keras_521_and_tensorflow_30265_dropout_is_not_drawn_anew(mode):
     assert_differ(theirs[2], moved)
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_pfn_extras_pr117_statistics_move_once(mode):
     make = only(layers.BatchNormalization, momentum=0.5)
@@ -143,6 +146,7 @@ class Doubles(layers.Layer):
         return hidden
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_state_that_a_call_reads_and_moves_is_the_same_in_both_passes(mode):
     def make(start=0.3):
@@ -295,6 +299,7 @@ def test_sparse_gradients_stay_sparse():
     assert_close(tf.convert_to_tensor(found), tf.convert_to_tensor(expected))
 
 
+@pytest.mark.slow_in("graph-1")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("used", [0, 1])
 def test_a_result_that_nothing_uses(used, mode):
@@ -416,6 +421,7 @@ def unmasking_model():
     return model
 
 
+@pytest.mark.slow_in("True")
 @pytest.mark.slow_in("xla", "graph")
 @pytest.mark.parametrize("verify", [False, True])
 def test_masks_are_taken_off_the_arguments_as_often_as_in_the_plain_model(verify, mode):
@@ -426,6 +432,7 @@ def test_masks_are_taken_off_the_arguments_as_often_as_in_the_plain_model(verify
     assert_differ(make()(visible), make()(TOKENS))
 
 
+@pytest.mark.slow_but("False")
 @pytest.mark.parametrize("training", [True, False, None])
 def test_training_is_what_the_caller_says(training):
     def step(model):
@@ -440,6 +447,7 @@ def test_training_is_what_the_caller_says(training):
 
 # Half precision rounds to 1e-3 (float16) or 8e-3 (bfloat16); a graph rounds in other
 # places once passes are separate.
+@pytest.mark.slow_in("mixed_bfloat16")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     "policy, mode, rtol",
@@ -500,6 +508,7 @@ def test_nested_blocks(mode):
         assert 3 * steps <= calls <= 3 * steps + looked + 1
 
 
+@pytest.mark.slow_in("True")
 @pytest.mark.slow_in("xla", "graph")
 @pytest.mark.parametrize("quantized", [False, True])
 def test_low_rank_adaptation(quantized, mode):
@@ -525,6 +534,7 @@ def test_low_rank_adaptation(quantized, mode):
     )
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_a_softmax_at_the_end_of_a_block_gives_the_loss_its_logits(mode):
     def make():
@@ -545,6 +555,7 @@ def test_a_softmax_at_the_end_of_a_block_gives_the_loss_its_logits(mode):
     )
 
 
+@pytest.mark.slow_in("graph")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_gradients_of_gradients(mode):
     """A penalty on the gradient by the inputs, as adversarial training has it."""

@@ -93,6 +93,7 @@ def step_of(model, mode):
     )
 
 
+@pytest.mark.slow_in("7")
 @pytest.mark.parametrize("segments", [2, 5, "sqrt", 7])
 def test_skip_connections_are_respected(segments):
     model = unet()
@@ -216,6 +217,7 @@ def twice_around_a_model():
     return keras.Model(inputs, layers.Dense(3)(both))
 
 
+@pytest.mark.slow_in("around_layers")
 @pytest.mark.parametrize(
     ("make", "names"),
     [
@@ -382,6 +384,7 @@ def peak(make, xla=False, rows=1024, steps=5):
 
 
 # Under XLA, `test_memory_under_xla_grows_with_the_root_of_the_depth` shows the same.
+@pytest.mark.slow
 @pytest.mark.parametrize("xla", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_memory_falls_to_a_quarter(xla):
     plain, ours = peak(residual, xla), peak(SQRT, xla)
@@ -421,6 +424,7 @@ def assigned(depth, width=64):
     return (compiled_bytes(step, x) - gradients) / MIB
 
 
+@pytest.mark.slow
 def test_memory_under_xla_grows_with_the_root_of_the_depth(monkeypatch):
     """Chen et al. 2016. Not with it: the random numbers of all blocks, drawn first."""
     assert assigned(16) / assigned(4) < 2.0

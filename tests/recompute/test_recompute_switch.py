@@ -59,6 +59,7 @@ def test_a_block_is_called_twice_a_step():
     assert added_calls(model, lambda: gradients(model)) == [1, 1]
 
 
+@pytest.mark.slow
 def test_products_are_computed_again_in_a_graph_and_in_what_xla_makes_of_it():
     # Forward 6, backward 11: nothing needs the gradient by the model's input.
     plain = model_of()
@@ -70,6 +71,7 @@ def test_products_are_computed_again_in_a_graph_and_in_what_xla_makes_of_it():
     assert 17 + 2 <= operations(plain, True, "xla")["products"] <= 17 + 4
 
 
+@pytest.mark.slow
 def test_predicting_costs_nothing_more():
     model = model_of()
     plain = operations(model, training=False)
@@ -83,6 +85,7 @@ def test_predicting_costs_nothing_more():
     assert added_calls(model, step) == [1, 1]
 
 
+@pytest.mark.slow_but("keep2-0")
 @pytest.mark.parametrize("keep, again", [((), 2), ("first", 1), (["first", "last"], 0)])
 def test_products_that_are_kept_are_not_computed_again(keep, again):
     def make():
@@ -254,6 +257,7 @@ def trains(function, mode="eager"):
     return lambda: gradients(inner, mode=mode)
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_random_numbers_of_tensorflows_own(mode):
     refused(
@@ -285,6 +289,7 @@ def in_a_case(draw):
     return lambda layer, x: tf.switch_case(tf.size(x) % 3, cases(x))
 
 
+@pytest.mark.slow_in("in_a_branch-eager", "in_a_case-eager", "in_a_loop-graph")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("inside", [in_a_loop, in_a_branch, in_a_case])
 def test_random_numbers_of_tensorflows_own_inside_of_functions(inside, mode):
@@ -298,6 +303,7 @@ def test_random_numbers_of_tensorflows_own_inside_of_functions(inside, mode):
     trains(inside(lambda x: tf.random.stateless_uniform((8,), [1, 2])), mode)()
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_tensor_that_is_not_among_the_arguments(mode):
     scale = tf.Variable(tf.ones(8))
@@ -365,6 +371,7 @@ def looping(inner, branch=False):
     return keras.Model(inputs, layers.Dense(3)(Loops(inner(), branch)(inputs)))
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("branch", [False, True])
 def test_what_has_a_state_inside_of_a_loop(branch, mode):
@@ -403,6 +410,7 @@ def gradient_step(model, x):
     return tape.gradient(loss, [v.value for v in model.trainable_variables])
 
 
+@pytest.mark.slow_in("eager-Scales", "graph-BatchNormalization")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("inner", [layers.BatchNormalization, Scales])
 def test_what_reads_a_state_inside_of_a_loop(inner, mode):
@@ -468,6 +476,7 @@ def test_constants_on_a_layer_are_no_cache():
     assert_equal(gradients(model)[1], expected)
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_verify_names_the_layer_that_differs(mode):
@@ -497,6 +506,7 @@ def test_verify_names_the_layer_that_differs(mode):
     assert moved[0].tolist()[1] == 1
 
 
+@pytest.mark.slow_in("graph-False")
 @pytest.mark.parametrize("random", [False, True])
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_verify_of_ragged_arguments(mode, random):
@@ -545,6 +555,7 @@ def train_steps(model, steps=2):
     return [*model.get_weights(), *state(model)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"select": "block_*", "keep": "last"}, {"segments": 2}])
 def test_undone_the_model_trains_bit_for_bit_as_before(how):
     expected = train_steps(model_of(), 4)
@@ -559,6 +570,7 @@ def test_undone_the_model_trains_bit_for_bit_as_before(how):
     assert_equal(train_steps(model, 4), expected)
 
 
+@pytest.mark.slow
 def test_switching_takes_effect_after_a_step_was_traced():
     model = model_of()
     train_steps(model)
@@ -751,6 +763,7 @@ def test_a_call_for_eager_mode_alone():
     assert_equal(gradients(model)[1], found[1])
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_kept_layers_inside_of_blocks_inside_of_blocks(mode):
     """By layer, not by order: the inner block's calls are not the outer one's."""

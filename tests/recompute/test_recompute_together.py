@@ -59,6 +59,7 @@ ROUTES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "route, how",
     [
@@ -78,6 +79,7 @@ def test_each_route_of_accumulation(route, how):
     assert_differ(found[0].get_weights(), model_of().get_weights())
 
 
+@pytest.mark.slow_in("True", "xla")
 @pytest.mark.parametrize(
     ("two_pass", "mode"),
     [
@@ -94,6 +96,7 @@ def test_the_large_batch_is_still_the_large_batch(two_pass, mode):
     assert_same_step(found, trained(still, mode), 2e-6)
 
 
+@pytest.mark.slow
 def test_pooled_statistics_are_pooled_once():
     def make():
         keras.utils.set_random_seed(5)
@@ -113,6 +116,7 @@ def test_pooled_statistics_are_pooled_once():
         assert found.get_layer("block").layers[-1]._last.before is None
 
 
+@pytest.mark.slow
 def test_several_steps_per_execution():
     def run(make):
         model = make()
@@ -123,6 +127,7 @@ def test_several_steps_per_execution():
     assert_close(run(switched("block_*")), run(model_of), 2e-6)
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own():
     @tf.function(autograph=False)
     def step(model, batch):
@@ -189,6 +194,7 @@ MIRRORED = """
 """
 
 
+@pytest.mark.slow
 def test_mirrored_replicas():
     # One strategy per process: a second one reuses the first one's collective keys.
     tests = os.path.dirname(os.path.dirname(__file__))
@@ -260,6 +266,7 @@ BACKBONES = {
 
 
 # One of text in the default run; the others differ in nothing that recomputation meets.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["bert", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "vit"))],

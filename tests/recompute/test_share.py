@@ -98,6 +98,7 @@ def rows(model):
     return x, np.ones((6, 3), "float32")
 
 
+@pytest.mark.slow_but("0.8-names1")
 @pytest.mark.parametrize(
     ("share", "names"),
     [

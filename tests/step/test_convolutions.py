@@ -51,6 +51,7 @@ def images(samples=SAMPLES):
     return x, rng.normal(size=(samples, 3)).astype("float32")
 
 
+@pytest.mark.slow_in("halve", "no_convolution")
 @pytest.mark.parametrize(
     ("make", "mode", "step", "outside", "how"),
     [
@@ -101,6 +102,7 @@ def test_the_update_is_compiled():
     assert set(compiled) == {True}
 
 
+@pytest.mark.slow
 def test_nothing_else_is_compiled():
     model = ka.accumulate(conv_model(), **STEPS)
     compile_in(model, "xla", sgd())
@@ -178,6 +180,7 @@ def test_every_kind_of_convolution_equals_the_large_batch(layer):
     check(lambda: conv_model(layer()), images(), "xla", control=False)
 
 
+@pytest.mark.slow
 def test_windows_in_the_optimizer_equal_the_large_batch():
     x, y = images(24)
 
@@ -194,6 +197,7 @@ def test_windows_in_the_optimizer_equal_the_large_batch():
     assert_close(found.get_weights(), oracle.get_weights(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_loss_scale_moves_as_for_the_large_batch():
     def scaled():
         return keras.optimizers.LossScaleOptimizer(
@@ -213,6 +217,7 @@ def test_a_loss_scale_moves_as_for_the_large_batch():
     assert_equal(found.get_weights(), before)
 
 
+@pytest.mark.slow
 def test_random_numbers_and_moving_statistics_are_those_of_the_graph():
     def make():
         keras.utils.set_random_seed(5)

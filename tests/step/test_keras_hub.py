@@ -62,6 +62,7 @@ def trained(make, arrays, batch_size, optimizer, split=None):
 
 
 # Of tokens, `test_every_reduction_of_a_token_loss_is_exact` shows the weights.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [classifier, pytest.param(language_model, marks=pytest.mark.slow)]
 )

@@ -68,6 +68,7 @@ def check(make, split, **how):
     return expected
 
 
+@pytest.mark.slow_in("False", "step")
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(
     ("axis", "eager"),
@@ -84,6 +85,7 @@ def test_values_that_a_layer_adds_are_summed(split, axis, eager):
     assert_differ(expected, train(stack, 13, **how)[0])
 
 
+@pytest.mark.slow_but("step")
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_sum_a_mean_and_a_regularizer_in_one_loss(split):
     check(lambda: stack(PerSample(), Mean(), regularizer="l2"), SPLITS[split])
@@ -127,6 +129,7 @@ def of_the_batch(inputs):
     return keras.ops.sum(keras.ops.mean(inputs, axis=0) ** 2)
 
 
+@pytest.mark.slow_in("0.1", "step")
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(
     ("start", "eager"),
@@ -150,6 +153,7 @@ def test_one_value_that_is_a_sum_over_samples_adds_up(split, start, eager, recwa
     assert told(recwarn) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [mean_of_shape_one, means_of_features])
 def test_means_with_axes_are_no_sums(function, recwarn):
     def make():
@@ -163,6 +167,7 @@ def test_means_with_axes_are_no_sums(function, recwarn):
     assert told(recwarn) == []
 
 
+@pytest.mark.slow_in("mixed_float16")
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_the_kind_is_known_in_half_precision_too(policy, recwarn):
     keras.config.set_dtype_policy(policy)
@@ -191,6 +196,7 @@ def test_what_layers_add_is_summed_beside_a_loss_that_does_not_fall_apart():
     assert_differ(expected, make().get_weights())
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_called_twice_adds_each_value_by_its_kind():
     class Both(layers.Layer):
         def call(self, inputs):
@@ -209,6 +215,7 @@ def test_a_layer_that_is_called_twice_adds_each_value_by_its_kind():
         check(make, split)
 
 
+@pytest.mark.slow_in("step")
 @pytest.mark.parametrize("route", ["step", "optimizer"])
 def test_what_is_neither_a_mean_nor_a_sum_is_said_once(route):
     step = route == "step"
@@ -224,6 +231,7 @@ def test_what_is_neither_a_mean_nor_a_sum_is_said_once(route):
     ]
 
 
+@pytest.mark.slow
 def test_the_optimizer_knows_one_value_that_is_a_sum():
     def make():
         return stack(OneValue(sum_of_squares))
@@ -365,6 +373,7 @@ def valid(y, y_pred):
     return tf.boolean_mask(tf.reduce_mean(tf.square(y - y_pred), -1), y[:, 0] > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_loss_weighs_by_what_it_returns(eager):
     assert len(set((Y[:12, 0] > 0).reshape(3, 4).sum(1))) > 1
@@ -374,6 +383,7 @@ def test_a_loss_weighs_by_what_it_returns(eager):
     assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_a_micro_batch_for_which_a_loss_returns_nothing():
     targets = np.abs(Y)
     targets[4:8] *= -1
@@ -391,6 +401,7 @@ def root_mean_squared(y, y_pred):
     return keras.ops.sqrt(keras.ops.mean((y - y_pred) ** 2))
 
 
+@pytest.mark.slow
 def test_a_metric_of_the_whole_batch_is_named():
     expected = (
         "The metric 'root_mean_squared' returns one number for a batch. It is computed "
@@ -468,6 +479,7 @@ def test_two_passes_add_losses_up_in_the_widest_dtype():
     assert_close(found, expected, 2e-6)
 
 
+@pytest.mark.slow_but("step")
 @pytest.mark.parametrize("how", SPLITS)
 def test_both_routes_weigh_by_what_the_loss_divides_by(how):
     def loss():
@@ -492,6 +504,7 @@ def test_two_passes_count_a_regularizer_of_a_sum_once_a_window():
     assert_close(found, expected, 2e-6)
 
 
+@pytest.mark.slow_in("False")
 @pytest.mark.parametrize("eager", [False, True])
 def test_an_output_without_a_loss(eager):
     def run(optimizer, batch):

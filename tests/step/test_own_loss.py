@@ -116,6 +116,7 @@ def train(kind, split=None, batch=12, steps=1):
     return model.get_weights()
 
 
+@pytest.mark.slow_in("Super", "Scaled")
 @pytest.mark.parametrize("kind", [Super, Scaled, Sums, OwnMean])
 def test_what_is_understood_is_exact_without_a_word(kind):
     with warnings.catch_warnings():
@@ -314,6 +315,9 @@ ROUTES = {
 }
 
 
+@pytest.mark.slow_but(
+    "<lambda>0-optimizer", "<lambda>1-optimizer", "<lambda>3-step", "<lambda>4-step"
+)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
     "make",
@@ -337,6 +341,7 @@ def test_a_compiled_loss_that_does_not_fall_apart_is_said_once(make, route):
     assert_close(exact, train_by(make(), 14), 2e-6)
 
 
+@pytest.mark.slow_in("<lambda>0-step", "<lambda>2-step")
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
     "make",
@@ -395,6 +400,7 @@ def train_sums(kind, batch, accum_steps=0, eager=True, times=1.0, **split):
     return model.get_weights()
 
 
+@pytest.mark.slow_in("0.0-graph", "1.0-graph")
 @pytest.mark.parametrize("route", SUM_ROUTES)
 @pytest.mark.parametrize("times", [0.0, 1.0, 0.5])
 def test_a_window_of_sums_has_regularizers_as_often_as_the_loss(times, route, recwarn):

@@ -102,6 +102,7 @@ def test_a_halved_micro_batch_trains_as_if_it_had_been_chosen(mode, caplog):
     assert_differ(everything(other), everything(expected))
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_what_never_fails_trains_as_without(mode):
     def run(**how):
@@ -138,6 +139,7 @@ def test_a_number_of_steps_is_halved_too():
     assert_equal(everything(model), everything(expected))
 
 
+@pytest.mark.slow
 def test_the_loss_over_the_whole_batch_is_tried_again_too():
     model, _ = train(Memory(4), micro_batch_size=8, on_oom="halve", two_pass=True)
     expected, _ = train(Memory(4), micro_batch_size=4, two_pass=True)
@@ -187,6 +189,7 @@ def test_an_update_that_fails_is_not_made_again(monkeypatch):
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 def test_growing_back_is_tried_once(monkeypatch):
     monkeypatch.setattr(_oom, "PATIENCE", 3)
     memory = Memory(4)

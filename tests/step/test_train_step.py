@@ -75,6 +75,7 @@ def two_head_arrays():
 # ----------------------------------------------------------------------- reductions
 
 
+@pytest.mark.slow_in("mean", "sum", "mean_with_sample_weight-graph")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("reduction", "mode"),
@@ -97,6 +98,7 @@ def test_every_reduction_of_a_weighted_loss_is_exact(reduction, mode):
 
 
 # What masks matters to the weight of a loss, and the reduction too: each kind once.
+@pytest.mark.slow_in("keras mask", "sample weight")
 @pytest.mark.parametrize(
     ("masked_by", "reduction"),
     [
@@ -143,6 +145,7 @@ def test_a_mask_and_sample_weights_together_are_exact(reduction, mode):
     check(token_model, arrays, mode, options)
 
 
+@pytest.mark.slow_in("sum_over_batch_size")
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
 def test_one_weight_per_sequence_of_masked_tokens_is_exact(reduction):
     """The weight of a sample has to be written (samples, 1), as Keras wants it."""
@@ -153,6 +156,7 @@ def test_one_weight_per_sequence_of_masked_tokens_is_exact(reduction):
     check(token_model, (*tokens(), uneven(SAMPLES, 1)), "graph", options)
 
 
+@pytest.mark.slow_in("4", "5")
 @pytest.mark.parametrize("size", [1, 4, 5, 50])
 def test_micro_batches_of_a_size_are_exact(size):
     def options():
@@ -163,6 +167,7 @@ def test_micro_batches_of_a_size_are_exact(size):
     )
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_more_micro_batches_than_samples_are_exact(mode):
     check(dense_model, data(3), mode, control=False, split={"accum_steps": 8})
@@ -215,6 +220,7 @@ def test_a_batch_without_any_weight_is_updated_by_its_regulariser_alone():
 # -------------------------------------------------------------------------- outputs
 
 
+@pytest.mark.slow_but("sum")
 @pytest.mark.parametrize(
     "reduction",
     [
@@ -233,6 +239,7 @@ def test_two_outputs_with_two_masks_are_exact(reduction):
     check(two_texts, two_text_arrays(), "graph", options)
 
 
+@pytest.mark.slow_in("graph")
 @pytest.mark.slow_in("xla")
 def test_two_outputs_with_two_masks_are_exact_in_every_mode(mode):
     def options():
@@ -246,6 +253,7 @@ def _by_name():
     return {"loss": {"a": cross_entropy(), "b": cross_entropy(reduction="sum")}}
 
 
+@pytest.mark.slow_in("graph")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_two_outputs_with_sample_weights_of_their_own_are_exact(mode):
     x, y = two_head_arrays()
@@ -355,6 +363,7 @@ def weight_of_its_own(self, x, y, y_pred, sample_weight):
     return keras.ops.sum(sample_weight)
 
 
+@pytest.mark.slow_in("with_penalty")
 @pytest.mark.parametrize("compute_loss", [with_penalty, of_keras_losses])
 def test_a_compute_loss_that_calls_losses_of_keras_is_exact(compute_loss):
     make = subclass_of_dense(compute_loss=compute_loss)
@@ -364,6 +373,7 @@ def test_a_compute_loss_that_calls_losses_of_keras_is_exact(compute_loss):
     check(make, (*data(SAMPLES), uneven(SAMPLES)), "graph", options)
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_compute_loss_with_a_hook_for_its_weight_is_exact(mode):
     make = subclass_of_dense(
@@ -408,6 +418,7 @@ class Penalty(keras.layers.Layer):
         return inputs
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_regularisers_count_once(mode):
     def make():
@@ -420,6 +431,7 @@ def test_regularisers_count_once(mode):
     check(make, data(SAMPLES), mode)
 
 
+@pytest.mark.slow_in("mean")
 @pytest.mark.parametrize("with_loss", [False, True], ids=["mean", "loss of Keras"])
 def test_what_a_layer_adds_to_the_loss_counts_once(with_loss):
     def make():
@@ -441,6 +453,7 @@ def masked_with(layers):
     return make
 
 
+@pytest.mark.slow_but("add_loss")
 @pytest.mark.parametrize(
     "layers",
     [
@@ -495,6 +508,7 @@ def test_metrics_inside_layers_see_every_sample_once(mode):
     assert "follow" in found[1]
 
 
+@pytest.mark.slow
 def test_no_pass_but_the_counted_one_moves_state():
     """Where denominators come from a pass before."""
     options = lambda: {"loss": {n: cross_entropy() for n in "ab"}}  # noqa: E731
@@ -535,6 +549,7 @@ def dropout_model():
     )
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_dropout_draws_anew_for_each_micro_batch_as_calls_in_turn_do(mode):
     x, y = data(SAMPLES)
@@ -597,6 +612,7 @@ def test_each_micro_batch_draws_a_mask_of_its_own():
     assert_close(drawn, np.array(again))
 
 
+@pytest.mark.slow
 def test_a_run_is_reproducible_from_the_random_seed():
     def run(seed):
         keras.utils.set_random_seed(seed)
@@ -625,6 +641,7 @@ def test_several_inputs_as_a_list_are_exact():
     check(make, ([x, x[:, :2] * 2], y))
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_inputs_in_a_dictionary_are_exact_through_fit(mode):
     x, y = data(SAMPLES)
@@ -645,6 +662,7 @@ def test_inputs_in_a_dictionary_are_exact_through_fit(mode):
     assert_close(logs["loss"], expected["loss"], 2e-6)
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_ragged_inputs_are_exact(how):
     """Sequences of their own lengths, embedded and summed."""
@@ -689,6 +707,7 @@ def test_recurrent_layers_with_masks_are_exact():
     check(make, tokens(), "graph", lambda: {"loss": cross_entropy()})
 
 
+@pytest.mark.slow
 def test_two_recurrent_outputs_with_two_masks_are_exact():
     def make():
         keras.utils.set_random_seed(2)
@@ -795,6 +814,7 @@ class Registered(Subclassed):
     pass
 
 
+@pytest.mark.slow_but("sequential")
 @pytest.mark.parametrize("kind", [sequential, dense_model, Registered])
 def test_what_is_saved_is_the_users_model(kind, tmp_path):
     x, y = data(SAMPLES)
@@ -877,6 +897,7 @@ def test_a_model_can_be_asked_how_it_accumulates(tmp_path):
         own.accumulation = None
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_deleting_the_train_step_undoes_it(how):
     traced = []
@@ -1045,6 +1066,7 @@ def test_a_subclassed_accumulating_model_is_exact():
     assert_close(*results)
 
 
+@pytest.mark.slow_in("split0")
 @pytest.mark.parametrize(
     ("split", "two_pass"), [(STEPS, True), ({"micro_batch_size": 4}, False)]
 )
@@ -1217,6 +1239,7 @@ def test_a_subclass_is_loaded_after_functional_use_of_its_class(tmp_path):
 # -------------------------------------------------------------------- with route 1
 
 
+@pytest.mark.slow_in("tokens")
 @pytest.mark.parametrize(
     ("sizes", "masked"),
     [
@@ -1284,6 +1307,7 @@ def half_model(policy=None):
 HALF = 3e-3  # float16 holds 11 bits; the micro-batches round in another order
 
 
+@pytest.mark.slow_in("AccumOptimizer")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("scaler", "policy", "mode"),
@@ -1366,6 +1390,7 @@ def test_models_all_in_half_precision_train(policy):
 # ------------------------------------------------------------------- ways of running
 
 
+@pytest.mark.slow_in("2")
 @pytest.mark.parametrize("steps", [2, 5])
 def test_several_steps_per_execution_with_a_short_last_batch_are_exact(steps):
     x, y = data(26)
@@ -1397,6 +1422,7 @@ def test_a_short_last_batch_is_exact_in_every_mode(mode):
     assert_close(logs["loss"], expected["loss"], 2e-6)
 
 
+@pytest.mark.slow
 def test_the_model_is_traced_as_often_whatever_the_number_of_micro_batches():
     traces = []
 
@@ -1476,6 +1502,7 @@ def scheduled():
     return keras.optimizers.SGD(schedule, clipvalue=0.02)
 
 
+@pytest.mark.slow_but("scheduled-graph")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("optimizer", "mode"),
@@ -1551,6 +1578,7 @@ def test_weights_that_the_loss_does_not_reach_are_left_alone():
 # ------------------------------------------------------------------------ bad input
 
 
+@pytest.mark.slow_in("graph-mean", "graph-mean_with_sample_weight")
 @pytest.mark.parametrize("reduction", MEANS)
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_a_sample_weight_that_is_not_a_number_is_refused(how, reduction):
@@ -1581,6 +1609,7 @@ def test_a_loss_without_reduction_is_refused(how):
     assert_equal(slots(model.optimizer), before[1])
 
 
+@pytest.mark.slow_in("True")
 @pytest.mark.parametrize(
     ("how", "two_pass"), [("eager", False), ("graph", False), ("graph", True)]
 )

@@ -85,6 +85,7 @@ def check(make, arrays, mode="graph", options=None, control=True, split=STEPS, *
     return found
 
 
+@pytest.mark.slow_but("nt_xent-graph", "nt_xent-xla")
 @pytest.mark.parametrize(
     ("loss", "mode"),
     [
@@ -103,6 +104,7 @@ def test_a_loss_that_couples_samples_is_exact(loss, mode):
     check(make, arrays, mode, options)
 
 
+@pytest.mark.slow_in("split0")
 @pytest.mark.parametrize("split", [{"micro_batch_size": 4}, {"accum_steps": 50}])
 def test_every_split_is_exact(split):
     check(encoder, views(), "graph", lambda: {"loss": nt_xent}, False, split)
@@ -132,6 +134,7 @@ def by_hand(model, x, y, mode="eager"):
     in_mode(step, mode)()
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_the_second_pass_draws_the_random_numbers_of_the_first(mode):
     """If it drew its own, the gradient would be another; if both counted, the seed."""
@@ -151,6 +154,7 @@ def test_the_second_pass_draws_the_random_numbers_of_the_first(mode):
     assert_differ(large.get_weights()[:trained], oracle.get_weights()[:trained])
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_moving_statistics_move_once_per_micro_batch(how):
     x, y = views()
@@ -197,6 +201,7 @@ class Penalty(keras.layers.Layer):
         return inputs
 
 
+@pytest.mark.slow_in("graph")
 @pytest.mark.slow_in("xla")
 def test_regularisers_and_added_losses_count_once(mode):
     def make():
@@ -227,6 +232,7 @@ class Weighs(keras.Model):
         return nt_xent(y, y_pred) + sum(added)
 
 
+@pytest.mark.slow_in("eager", "Weighs")
 @pytest.mark.parametrize("cls", [LeavesOut, Weighs])
 @pytest.mark.slow_in("xla")
 def test_a_compute_loss_does_with_added_losses_what_it_likes(cls, mode):
@@ -244,6 +250,7 @@ def test_a_compute_loss_does_with_added_losses_what_it_likes(cls, mode):
     assert_differ(naive.get_weights(), oracle[0].get_weights())
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_a_model_that_trains_by_added_losses_alone_takes_two_passes(mode):
     def make():
@@ -259,6 +266,7 @@ def test_a_model_that_trains_by_added_losses_alone_takes_two_passes(mode):
     assert_differ(oracle[0].get_weights(), make().get_weights())
 
 
+@pytest.mark.slow_in("halve")
 @pytest.mark.parametrize("on_oom", ["raise", "halve"])
 def test_the_losses_of_outputs_are_logged_by_samples(on_oom):
     """Keras takes the mean of batches in a graph, of samples in eager mode."""
@@ -318,6 +326,7 @@ def test_masks_travel_from_the_first_pass_to_the_loss(reduction, mode):
     )
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_sequences_of_another_length_in_each_batch_are_exact(how):
     def batches():
@@ -390,6 +399,7 @@ def tempered():
     return Tempered(plain.inputs[0], plain.outputs[0])
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_temperature_inside_of_the_loss_is_learned(mode):
     found = check(tempered, views(), mode)
@@ -397,6 +407,7 @@ def test_a_temperature_inside_of_the_loss_is_learned(mode):
     assert_differ(found[0].log_temperature, start, by=1e-2)
 
 
+@pytest.mark.slow_in("functional")
 @pytest.mark.parametrize("kind", ["functional", "subclassed"])
 def test_an_accumulating_model_takes_two_passes(kind):
     x, y = views()
@@ -427,6 +438,7 @@ def test_an_accumulating_model_takes_two_passes(kind):
 
 
 # A window of such batches cannot be exact: that is said.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:A loss function returns a scalar")
 def test_windows_of_two_passes_are_the_mean_of_their_batches():
     """Between steps nothing is coupled: their losses average, weighted by samples."""
@@ -465,6 +477,7 @@ def test_a_sum_of_losses_takes_two_passes_in_an_optimizer_that_sums():
 
 
 # A window of such batches cannot be exact: that is said.
+@pytest.mark.slow_but("keras-of the model")
 @pytest.mark.filterwarnings("ignore:A loss function returns a scalar")
 @pytest.mark.parametrize("policy", ["global", "of the model"])
 @pytest.mark.parametrize("scaler", ["keras", "AccumOptimizer"])
@@ -553,6 +566,7 @@ def test_an_overflow_in_the_second_pass_skips_the_update_and_halves_once():
     assert int(optimizer.iterations) == 0
 
 
+@pytest.mark.slow
 def test_the_model_is_traced_as_often_whatever_the_number_of_micro_batches():
     traces = []
 
@@ -573,6 +587,7 @@ def test_the_model_is_traced_as_often_whatever_the_number_of_micro_batches():
     assert counts[0] <= 4  # what the predictions look like, and the two passes
 
 
+@pytest.mark.slow_in("3")
 @pytest.mark.parametrize("steps", [1, 3])
 def test_fit_with_a_short_last_batch_is_exact(steps):
     x, y = views(26)
