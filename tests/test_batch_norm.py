@@ -69,8 +69,7 @@ def route_2(layer, x, y, size, mode="graph", epochs=1, two_pass=False, **options
 # --------------------------------------------------------------------- pooled statistics
 
 
-@pytest.mark.slow_but("0.0-graph")
-@pytest.mark.slow_in("xla")
+@pytest.mark.slow_in("xla", "eager", "0.0")
 @pytest.mark.parametrize(
     ("momentum", "mode"), [(0.99, "graph"), (0.5, "eager"), (0.5, "xla"), (0.0, "graph")]
 )
@@ -86,7 +85,7 @@ def test_statistics_over_windows_of_the_optimizer_are_those_of_the_large_batch(
     assert_differ(moving(control), moving(oracle))
 
 
-@pytest.mark.slow_in("0.5", "eager")
+@pytest.mark.slow
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("momentum", "two_pass", "mode"),
@@ -194,7 +193,7 @@ def test_masked_entries_are_left_out(route):
     assert_differ(results[PLAIN], moving(oracle))
 
 
-@pytest.mark.slow_in("1")
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [1, -1])
 def test_images_with_channels_anywhere_are_exact(axis):
     rng = np.random.default_rng(3)
@@ -358,6 +357,7 @@ def test_a_skipped_step_of_the_validation_data_leaves_the_window_alone():
 # ------------------------------------------------------------------ as BatchNormalization
 
 
+@pytest.mark.slow_in("graph")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("options", "mode"),
@@ -465,6 +465,7 @@ def norms(model):
     return [layer for layer in layers if isinstance(layer, PLAIN)]
 
 
+@pytest.mark.slow_in("options0")
 @pytest.mark.parametrize(
     "options", [{"momentum": 0.6, "epsilon": 0.1}, {"center": False, "scale": False}]
 )
@@ -515,7 +516,7 @@ def fit_eagerly(model, x, y, epochs=1):
     return model
 
 
-@pytest.mark.slow_but("sequential")
+@pytest.mark.slow
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 def test_replaced_layers_predict_to_the_bit_and_pool_their_statistics(make):
     x, y = shifted()

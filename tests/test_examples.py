@@ -55,6 +55,7 @@ def test_train_multi_gpu(route):
     assert_compared(printed)
 
 
+@pytest.mark.slow
 def test_train_multi_gpu_takes_whole_micro_batches_only():
     options = ["--devices", "cpu:3", "--micro-batch-size", 16]
     printed = run("train_multi_gpu.py", *options, code=1)
@@ -64,6 +65,7 @@ def test_train_multi_gpu_takes_whole_micro_batches_only():
     )
 
 
+@pytest.mark.slow
 def test_train_multi_worker():
     printed = run("train_multi_worker.py", "--epochs", 2)
     assert "16 samples x 4 accum_steps x 2 replicas = effective batch 128" in printed

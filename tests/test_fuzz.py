@@ -12,7 +12,7 @@ from fuzz_configurations import Configuration, parse, problem, simplest, stream
 
 import keras_accum as ka
 
-EXAMPLES = 10
+EXAMPLES = 8
 
 
 def test_random_configurations_are_the_large_batch():

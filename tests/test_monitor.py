@@ -148,7 +148,7 @@ def test_each_tail_makes_the_updates_of_its_own_large_batches(tail):
     assert int(model.optimizer.micro_step) == (2 if tail == "carry" else 0)
 
 
-@pytest.mark.slow_in("eager")
+@pytest.mark.slow
 @pytest.mark.slow_in("xla")
 def test_flushed_epochs_are_epochs_with_the_large_batch(mode):
     model = accumulating(mode)
@@ -252,6 +252,7 @@ def test_averaged_weights_are_put_in_place_after_the_last_flush(tail):
     assert_differ(model.get_weights(), large_batches(tail)[0])
 
 
+@pytest.mark.slow
 def test_after_an_early_stop_the_last_flush_comes_before_the_averages_too():
     class Stop(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -318,7 +319,7 @@ def test_a_window_that_is_empty_is_not_updated_with():
 # --------------------------------------------------------------------- what it says
 
 
-@pytest.mark.slow_in("carry", "2", "drop")
+@pytest.mark.slow_but("flush_end-1.75-said2")
 @pytest.mark.parametrize(
     "tail, updates, said",
     [
@@ -335,6 +336,7 @@ def test_it_says_at_the_start_what_a_window_is_and_at_the_end_what_is_left(
     assert messages() == [("INFO", start(updates=updates)), *said]
 
 
+@pytest.mark.slow_but("carry")
 @pytest.mark.parametrize("tail", WINDOWS)
 def test_nothing_is_left_to_say_of_windows_that_close(tail, messages):
     model, monitor = accumulating(), AccumulationMonitor(tail=tail)
@@ -511,6 +513,7 @@ def test_an_unknown_tail_is_refused():
     assert AccumulationMonitor().tail == "carry"
 
 
+@pytest.mark.slow_but("SGD")
 @pytest.mark.parametrize("name", ["SGD", "LossScaleOptimizer"])
 def test_a_model_without_accumulation_is_refused(name):
     optimizer = sgd() if name == "SGD" else keras.optimizers.LossScaleOptimizer(sgd())
@@ -698,6 +701,7 @@ def test_several_optimizers_are_watched_each_by_its_name(messages):
     ]
 
 
+@pytest.mark.slow_but("carry")
 @pytest.mark.parametrize("tail", ["flush_epoch", "flush_end", "drop", "carry"])
 def test_the_tail_of_each_optimizer_is_handled(tail, messages):
     # 5 micro-batches: windows of 4 and of 2 both leave one.
@@ -744,6 +748,7 @@ def test_an_optimizer_that_is_not_used_is_not_warned_of(messages):
     assert not any("spare" in text for _, text in messages())
 
 
+@pytest.mark.slow_in("split0", "class")
 @pytest.mark.parametrize("how", ["accumulate", "class"])
 @pytest.mark.parametrize("split", [{"accum_steps": 3}, {"micro_batch_size": 5}])
 def test_a_model_that_accumulates_in_its_step_is_watched(how, split, messages):
@@ -798,7 +803,7 @@ class Recompile(keras.callbacks.Callback):
             self.optimizer = None
 
 
-@pytest.mark.slow_in("False-epoch_begin")
+@pytest.mark.slow_in("False", "epoch_begin")
 @pytest.mark.parametrize("moment", ["epoch_begin", "batch_begin", "batch_end"])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_model_compiled_by_another_callback_is_followed(moment, first, messages):
@@ -898,7 +903,7 @@ class OwnLoss(keras.Model):
         return loss
 
 
-@pytest.mark.slow_in("known1")
+@pytest.mark.slow_in("OwnLoss")
 @pytest.mark.parametrize(
     ("kind", "known"),
     [
@@ -1003,6 +1008,7 @@ def test_windows_are_flushed_on_replicas_too(replicas_output):
     assert "FLUSHED\n" in replicas_output, replicas_output
 
 
+@pytest.mark.slow
 def test_the_start_line_counts_replicas(replicas_output):
     # 8 rows a step are 4 on each replica.
     line = start(rows=4, steps=2, replicas=2, effective=16, updates="2")

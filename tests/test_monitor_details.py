@@ -140,7 +140,7 @@ def test_sums_and_scaled_losses_have_the_noise_of_their_mean(scale):
     np.testing.assert_allclose(logged[0], expected, rtol=1e-4)
 
 
-@pytest.mark.slow_in("optimizer")
+@pytest.mark.slow_in("0.1")
 @pytest.mark.parametrize(
     ("route", "windows", "bound"), [("optimizer", 1000, 0.1), ("step", 300, 0.15)]
 )
@@ -178,7 +178,7 @@ def test_noise_that_hides_the_gradient_has_no_scale():
     assert np.isnan(trained(steps=1, noise_scale=True).history["noise_scale"]).all()
 
 
-@pytest.mark.slow_in("optimizer-clip2-<lambda>")
+@pytest.mark.slow_in("optimizer", "clip0", "clip1")
 @pytest.mark.parametrize(
     ("clip", "after"),
     [
@@ -217,6 +217,9 @@ def test_the_parts_of_a_multi_optimizer_clip_each_its_own():
     np.testing.assert_allclose(norm, np.sqrt(25 + 1), rtol=1e-6)
 
 
+@pytest.mark.slow_but(
+    "skip_window-A window was skipped after update 0: in micro-batch 2 of the "
+)
 @pytest.mark.parametrize(
     ("how", "said"),
     [

@@ -416,10 +416,10 @@ class AccumOptimizer(ScalesLoss):
         if tf.executing_eagerly() and self.reduction == "mean":
             announced = bool(known)
         value = self._weight_of(known, pending, heard)
-        self.apply_weighted(grads, trainable_variables, value or pending)
         if value is None and not announced and self._matters():
-            kinds = [term.kind for term in heard]
-            warn_of_unsaid(self, kinds, trained_by(self))
+            variables = trainable_variables or (trained_by(self) if self.built else ())
+            warn_of_unsaid(self, [term.kind for term in heard], variables)
+        self.apply_weighted(grads, trainable_variables, value or pending)
 
     def _heard_nothing_yet(self, known: tf.Tensor, heard: Sequence[LossTerm]) -> bool:
         """Whether a loss may have been computed before this optimizer could hear of it.

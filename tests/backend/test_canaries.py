@@ -1,6 +1,7 @@
 """A private part that moves is noticed before any number is wrong, and said by name."""
 
 import ast
+import inspect
 import pathlib
 import random
 import re
@@ -54,7 +55,7 @@ def hide_reduction(patch):
 
 def hide_listening(patch):
     reduce = keras_loss.reduce_weighted_values
-    call = keras.losses.Loss.__call__
+    call = inspect.unwrap(keras.losses.Loss.__call__)
     plain = getattr(reduce, "__wrapped__", reduce)
     names = {**call.__globals__, reduce.__name__: plain}
     moved = type(call)(call.__code__, names, None, call.__defaults__)

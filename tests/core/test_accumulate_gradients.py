@@ -169,6 +169,7 @@ def test_one_trace_serves_every_size_and_number_of_micro_batches():
     assert len(steps) == 3
 
 
+@pytest.mark.slow_in("4", "13")
 @pytest.mark.parametrize("steps", [1, 2, 4, 13])
 def test_the_loss_function_is_traced_once_for_a_known_size(steps):
     model, traces = dense_model(), []
@@ -233,7 +234,7 @@ def bags(table, rows, y):
     return tf.reduce_mean(tf.square(found - y))
 
 
-@pytest.mark.slow_in("{'accum_steps': 4}-graph")
+@pytest.mark.slow_in("graph")
 @pytest.mark.parametrize("how", ["eager", "graph"])
 @pytest.mark.parametrize("split", [{"accum_steps": 4}, {"micro_batch_size": 3}], ids=str)
 def test_ragged_tensors_are_exact(how, split):
@@ -270,6 +271,7 @@ def test_ragged_tensors_of_unknown_size_are_exact_with_one_trace():
     assert len(traces) == 1
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_sparse_tensors_are_exact(how):
     x, y = data(11)
@@ -308,7 +310,7 @@ def weighted_errors(w, batch):
     return tf.reduce_sum(weights * errors**2), tf.reduce_sum(weights)
 
 
-@pytest.mark.slow_in("graph-{'accum_steps': 4}")
+@pytest.mark.slow_in("graph")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize("split", [{"accum_steps": 4}, {"micro_batch_size": 4}], ids=str)
 def test_pairs_of_a_loss_and_a_weight_equal_numpy(split, mode):
@@ -424,6 +426,7 @@ def test_sparse_gradients_equal_the_dense_one(mode):
     assert_equal(found[1][0][5:], np.zeros((6, 3), "float32"))
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_a_gradient_of_none_stays_none_and_shifts_no_other(mode):
     a, unused, b = variable(2.0, 1.0), variable(3.0), variable(5.0)
@@ -495,6 +498,7 @@ def test_variables_of_tensorflow_and_of_keras_are_taken_together(mode):
     assert_same(accumulated(loss_fn, [a, b], x, mode, accum_steps=2), oracle)
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_the_loss_is_scaled_before_it_is_differentiated_and_given_unscaled(mode):
     model = dense_model()
@@ -564,6 +568,7 @@ def test_python_conditions_and_loops_on_tensors_work_in_a_function():
     assert_close(loss, np.float32(expected / 5))
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.slow_in("xla")
 def test_functions_and_callable_objects_are_taken_as_loss_functions(mode):
     w = variable(2.0)

@@ -94,7 +94,7 @@ def test_accumulate_names_what_it_knows_at_once_and_once():
     assert said_by(fit, model, *data(6), 6) == []
 
 
-@pytest.mark.slow_in("eager-False", "graph-True")
+@pytest.mark.slow_but("graph-False")
 @pytest.mark.parametrize("two_pass", [False, True])
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_step_names_whatever_has_moved(two_pass, mode):
@@ -125,6 +125,7 @@ def test_a_model_whose_state_stays_is_not_warned_of():
     assert said_by(fit, model, *data(6), 6) == []
 
 
+@pytest.mark.slow_in("nan")
 @pytest.mark.parametrize("initial", [0.5, np.nan])
 def test_the_monitor_sees_whatever_has_moved_after_the_first_step(initial, caplog):
     caplog.set_level(logging.WARNING, "keras_accum")

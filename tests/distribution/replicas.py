@@ -1091,7 +1091,7 @@ def what_was_not_finite_is_named_with_its_replica(strategy, mode):
 # ------------------------------------------------------------- coupled losses, refusals
 
 
-@scenario("coupled")
+@scenario("coupled", slow=("eager",))
 def a_coupled_loss_sees_the_samples_of_all_replicas(strategy, mode):
     def make():
         keras.utils.set_random_seed(1)
@@ -1204,7 +1204,7 @@ def statistics_are_pooled_over_the_window_of_each_replica(strategy, mode):
     assert_differ(moving(found), moving(other))
 
 
-@scenario("coupled", "graph")
+@scenario("coupled", "graph", slow=("graph",))
 def statistics_of_replaced_layers_are_pooled_too(strategy, mode):
     """Replaced outside of the scope in which the model was made; replica 0's are saved."""
     x, y = data(12)

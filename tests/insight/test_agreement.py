@@ -154,7 +154,13 @@ CASES = {
 }
 
 
-@pytest.mark.slow_in("sum and regularizer", "both routes")
+@pytest.mark.slow_in(
+    "own mean",
+    "positives",
+    "both routes",
+    "positives, in two passes",
+    "sum and regularizer",
+)
 @pytest.mark.parametrize(
     ("make", "more", "expected", "equal"), CASES.values(), ids=list(CASES)
 )
@@ -171,6 +177,7 @@ def test_losses_and_steps_of_users_are_diagnosed_as_they_are_measured(
         assert equal == ("differs" not in found.values())
 
 
+@pytest.mark.slow_in("total")
 @pytest.mark.parametrize(
     ("optimizer", "loss", "kind", "remedy"),
     [

@@ -84,7 +84,7 @@ def test_the_bias_of_keys_is_zero_but_for_rounding():
     assert said in str(report)
 
 
-@pytest.mark.slow_in("windows")
+@pytest.mark.slow_in("mixed_bfloat16")
 @pytest.mark.parametrize(
     ("policy", "optimizer"),
     [
@@ -199,7 +199,7 @@ def test_a_metric_of_the_batch_is_found_and_the_update_is_equal():
 # -------------------------------------------------------- the model is what it was
 
 
-@pytest.mark.slow_in("windows")
+@pytest.mark.slow_in("False")
 @pytest.mark.parametrize(
     ("fails", "optimizer"),
     [

@@ -195,12 +195,7 @@ SLOW_CASES = ("clean, in the optimizer", "normalized, pooled", "regularizers", "
 
 
 @pytest.mark.slow_but(
-    "clean",
-    "normalized, frozen",
-    "codebook",
-    "shift",
-    "balanced",
-    "own masked loss, two passes",
+    "normalized, frozen", "codebook", "shift", "balanced", "own masked loss, two passes"
 )
 @pytest.mark.parametrize(
     ("make", "expected"),
@@ -233,7 +228,7 @@ def check(make, expected):
     assert diagnosis.clean == ("batch_normalization" not in expected)
 
 
-@pytest.mark.slow_in("MobileNetV2")
+@pytest.mark.slow_but("GPT2Backbone")
 @pytest.mark.parametrize(("make", "expected"), EXPECTED.values(), ids=EXPECTED)
 def test_an_architecture_has_what_is_expected_of_it_and_no_more(make, expected):
     check(make, expected)

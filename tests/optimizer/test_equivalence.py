@@ -309,7 +309,7 @@ def tokens(samples):
     return x, np.roll(x, 1, axis=1)
 
 
-@pytest.mark.slow_in("sum_over_batch_size", "graph", "ignore_class")
+@pytest.mark.slow_but("sample weight-eager-mean_with_sample_weight")
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
 @pytest.mark.parametrize(
     ("masked_by", "mode"),

@@ -97,6 +97,7 @@ def test_weights_are_set_on_the_inner_optimizer():
     assert_equal(optimizer.inner_optimizer.variables, values)
 
 
+@pytest.mark.slow_in("False")
 @pytest.mark.parametrize("eager", [True, False])
 def test_variables_without_a_gradient_are_named(eager):
     class Unused(keras.layers.Layer):

@@ -140,6 +140,7 @@ def test_a_rate_set_in_mid_window_is_the_one_of_the_update():
 # ------------------------------------------------------------ checkpoints, stopping
 
 
+@pytest.mark.slow
 def test_model_checkpoint_in_mid_window_saves_what_goes_on_exactly(tmp_path):
     x, y = data(ROWS)
     model, _ = pair(sgd)

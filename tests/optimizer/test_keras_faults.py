@@ -153,7 +153,8 @@ def test_bfloat16_gradients_are_added_in_float32():
     def run(optimizer):
         variable = keras.Variable(np.zeros(1), dtype="bfloat16")
         optimizer.build([variable])
-        apply = tf.function(lambda: optimizer.apply([tf.ones(1, "bfloat16")]))
+        ones = tf.ones(1, "bfloat16")
+        apply = tf.function(lambda: optimizer.apply([ones]), autograph=False)
         for _ in range(512):
             apply()
         return variable.numpy().astype("float32")

@@ -149,6 +149,7 @@ def test_the_policy_is_that_of_the_model():
     assert "The loss scale has fallen to 16384 (dtype policy 'mixed_float16')." in said
 
 
+@pytest.mark.slow_but("skip_window")
 @pytest.mark.parametrize("on_nonfinite", ["skip_window", "skip_micro_batch"])
 def test_windows_that_are_all_skipped_without_a_scale_are_told_why(on_nonfinite):
     model = skipping("float32", on_nonfinite=on_nonfinite)
@@ -159,6 +160,7 @@ def test_windows_that_are_all_skipped_without_a_scale_are_told_why(on_nonfinite)
     ]
 
 
+@pytest.mark.slow_in("halve")
 @pytest.mark.parametrize("on_oom", ["raise", "halve"])
 def test_windows_of_steps_over_micro_batches_are_told_of_too(on_oom):
     model = ka.accumulate(dense_model(), micro_batch_size=2, on_oom=on_oom)

@@ -229,6 +229,7 @@ def test_a_skipped_window_changes_nothing_and_the_next_one_is_clean(mode):
     assert_differ(run.variables, control.variables)
 
 
+@pytest.mark.slow_but("skip_window")
 @pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
 def test_a_sum_that_overflows_itself_is_skipped(policy):
     run, oracle = Accumulating("graph", policy), Plain()
@@ -399,7 +400,7 @@ def train_on(*selections):
     return model
 
 
-@pytest.mark.slow_in("graph")
+@pytest.mark.slow_in("1")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("mode", "policy", "bad"),

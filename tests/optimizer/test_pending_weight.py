@@ -70,6 +70,7 @@ def test_a_function_inside_of_the_step_tells_its_weight(mode, inner):
     assert_close(model.get_weights(), oracle())
 
 
+@pytest.mark.slow_in("None")
 @pytest.mark.parametrize("weight", [None, 1.0])
 def test_a_function_in_an_eager_loop_tells_its_weight(weight):
     """Also when it is called for the second time, and not traced again."""
@@ -129,6 +130,7 @@ def test_losses_of_parts_leave_no_weight(mode):
     assert float(model.optimizer._accumulator.total.numpy()) == 2.0
 
 
+@pytest.mark.slow_but("inf")
 @pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
 def test_a_weight_without_sense_is_refused_in_a_graph_too(weight):
     model = compile_in(dense_model(), "eager", ka.AccumOptimizer(sgd(), accum_steps=2))

@@ -686,6 +686,7 @@ round_trips = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow_in("schedule-_by_saved_model")
 @round_trips
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_every_argument_survives_saving(argument, round_trip, tmp_path):

@@ -29,7 +29,7 @@ def assert_same_state(found, expected):
     assert found == expected
 
 
-@pytest.mark.slow_in("graph")
+@pytest.mark.slow_in("True")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("mode", "trained"), [("eager", False), ("graph", True), ("xla", False)]

@@ -20,7 +20,7 @@ layers = keras.layers
 X, _ = data(features=8)
 
 
-@pytest.mark.slow_in("graph-False-shape0")
+@pytest.mark.slow_in("graph-False-shape0", "graph-False-shape1")
 @pytest.mark.parametrize("shape", [(0,), (1,), (7,), (8,), (3, 3), (2, 3, 5), ()])
 @pytest.mark.parametrize("known", [True, False])
 def test_bits_are_the_mask(shape, known, mode):

@@ -162,6 +162,7 @@ def test_a_state_that_a_call_reads_and_moves_is_the_same_in_both_passes(mode):
     assert_differ(gradients(make(0.6), mode=mode)[1][0], expected[0], by=0.1)
 
 
+@pytest.mark.slow_but("state")
 @pytest.mark.parametrize("lost", ["state", "context"])
 def test_what_the_passes_share_matters(lost, monkeypatch):
     """The control: without it, the tests above would find something else."""
@@ -362,6 +363,7 @@ TOKENS = np.random.default_rng(3).integers(0, 3, (10, 6)).astype("int32")
 
 
 # Not under XLA, where Keras's GRU does not take a mask.
+@pytest.mark.slow_in("blocks")
 @pytest.mark.parametrize(
     "way, mode",
     [
@@ -447,7 +449,7 @@ def test_training_is_what_the_caller_says(training):
 
 # Half precision rounds to 1e-3 (float16) or 8e-3 (bfloat16); a graph rounds in other
 # places once passes are separate.
-@pytest.mark.slow_in("mixed_bfloat16")
+@pytest.mark.slow
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     "policy, mode, rtol",

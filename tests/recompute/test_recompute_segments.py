@@ -93,7 +93,7 @@ def step_of(model, mode):
     )
 
 
-@pytest.mark.slow_in("7")
+@pytest.mark.slow_but("5")
 @pytest.mark.parametrize("segments", [2, 5, "sqrt", 7])
 def test_skip_connections_are_respected(segments):
     model = unet()
@@ -217,7 +217,7 @@ def twice_around_a_model():
     return keras.Model(inputs, layers.Dense(3)(both))
 
 
-@pytest.mark.slow_in("around_layers")
+@pytest.mark.slow_in("names1")
 @pytest.mark.parametrize(
     ("make", "names"),
     [

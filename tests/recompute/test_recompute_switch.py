@@ -289,7 +289,7 @@ def in_a_case(draw):
     return lambda layer, x: tf.switch_case(tf.size(x) % 3, cases(x))
 
 
-@pytest.mark.slow_in("in_a_branch-eager", "in_a_case-eager", "in_a_loop-graph")
+@pytest.mark.slow_but("in_a_loop-eager", "in_a_case-graph")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("inside", [in_a_loop, in_a_branch, in_a_case])
 def test_random_numbers_of_tensorflows_own_inside_of_functions(inside, mode):

@@ -146,6 +146,7 @@ def test_on_a_gpu_the_loop_is_compiled_too(monkeypatch):
     assert compiles_loop(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "split", [STEPS, pytest.param({"micro_batch_size": 4}, marks=pytest.mark.slow)]
 )

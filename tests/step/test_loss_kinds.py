@@ -129,7 +129,7 @@ def of_the_batch(inputs):
     return keras.ops.sum(keras.ops.mean(inputs, axis=0) ** 2)
 
 
-@pytest.mark.slow_in("0.1", "step")
+@pytest.mark.slow_in("False", "step")
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(
     ("start", "eager"),

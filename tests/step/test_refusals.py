@@ -36,6 +36,7 @@ def accumulated(how="accumulate"):
     return ka.GradientAccumulationModel(model.inputs, model.outputs, micro_batch_size=4)
 
 
+@pytest.mark.slow_in("False", "class")
 @pytest.mark.parametrize(
     "how, run_eagerly",
     [("accumulate", False), ("accumulate", True), ("halving", True), ("class", True)],

@@ -102,7 +102,7 @@ def test_a_halved_micro_batch_trains_as_if_it_had_been_chosen(mode, caplog):
     assert_differ(everything(other), everything(expected))
 
 
-@pytest.mark.slow_in("eager")
+@pytest.mark.slow
 @pytest.mark.slow_in("xla")
 def test_what_never_fails_trains_as_without(mode):
     def run(**how):
@@ -151,6 +151,7 @@ def test_by_default_it_is_raised():
         train(Memory(4), micro_batch_size=8)
 
 
+@pytest.mark.slow_in("error2")
 @pytest.mark.parametrize(
     "error", [ValueError("OOM"), MemoryError("too many open files"), KeyError("x")]
 )

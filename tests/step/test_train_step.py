@@ -75,7 +75,7 @@ def two_head_arrays():
 # ----------------------------------------------------------------------- reductions
 
 
-@pytest.mark.slow_in("mean", "sum", "mean_with_sample_weight-graph")
+@pytest.mark.slow_in("graph")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("reduction", "mode"),
@@ -156,7 +156,7 @@ def test_one_weight_per_sequence_of_masked_tokens_is_exact(reduction):
     check(token_model, (*tokens(), uneven(SAMPLES, 1)), "graph", options)
 
 
-@pytest.mark.slow_in("4", "5")
+@pytest.mark.slow_but("1")
 @pytest.mark.parametrize("size", [1, 4, 5, 50])
 def test_micro_batches_of_a_size_are_exact(size):
     def options():
@@ -1032,6 +1032,7 @@ class Either(ka.GradientAccumulationModel):
         return self.only(inputs)
 
 
+@pytest.mark.slow_in("eager")
 @pytest.mark.parametrize(
     ("split", "mode"),
     [
@@ -1066,7 +1067,7 @@ def test_a_subclassed_accumulating_model_is_exact():
     assert_close(*results)
 
 
-@pytest.mark.slow_in("split0")
+@pytest.mark.slow_in("True")
 @pytest.mark.parametrize(
     ("split", "two_pass"), [(STEPS, True), ({"micro_batch_size": 4}, False)]
 )
@@ -1189,6 +1190,7 @@ def test_what_is_no_model_is_refused():
     )
 
 
+@pytest.mark.slow_but("OwnModel")
 @pytest.mark.parametrize("cls", [OwnModel, OwnRegisteredModel])
 def test_a_saved_subclass_is_loaded(cls, tmp_path):
     x, y = data(SAMPLES)
@@ -1281,6 +1283,7 @@ def test_a_sum_over_windows_of_windows_is_the_sum_over_all():
     assert_close(model.get_weights(), oracle.get_weights())
 
 
+@pytest.mark.slow
 def test_two_outputs_in_windows_of_windows_are_exact():
     """Where the denominators of both outputs are proportional from step to step."""
     x, y = two_head_arrays()
@@ -1307,7 +1310,7 @@ def half_model(policy=None):
 HALF = 3e-3  # float16 holds 11 bits; the micro-batches round in another order
 
 
-@pytest.mark.slow_in("AccumOptimizer")
+@pytest.mark.slow_but("keras-global-graph")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("scaler", "policy", "mode"),
@@ -1338,6 +1341,7 @@ def test_mixed_float16_is_scaled_once(scaler, policy, mode):
     assert_differ(found[0].get_weights(), make().get_weights(), by=0.05)
 
 
+@pytest.mark.slow_but("keras")
 @pytest.mark.parametrize("scaler", ["keras", "AccumOptimizer"])
 def test_an_overflow_in_one_micro_batch_skips_the_update_and_halves_once(scaler):
     keras.config.set_dtype_policy("mixed_float16")
@@ -1374,6 +1378,7 @@ def test_small_gradients_survive_in_float16_because_the_loss_is_scaled():
     assert np.count_nonzero(moved) == moved.size
 
 
+@pytest.mark.slow_in("float16")
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
 def test_models_all_in_half_precision_train(policy):
     x, y = data(SAMPLES)
@@ -1609,7 +1614,7 @@ def test_a_loss_without_reduction_is_refused(how):
     assert_equal(slots(model.optimizer), before[1])
 
 
-@pytest.mark.slow_in("True")
+@pytest.mark.slow_in("graph")
 @pytest.mark.parametrize(
     ("how", "two_pass"), [("eager", False), ("graph", False), ("graph", True)]
 )

@@ -311,6 +311,7 @@ def test_several_outputs_of_which_one_is_coupled_are_exact():
     check(make, (x, targets), "graph", options)
 
 
+@pytest.mark.slow_in("sum_over_batch_size")
 @pytest.mark.slow_in("xla")
 @pytest.mark.parametrize(
     ("reduction", "mode"),
@@ -463,6 +464,7 @@ def test_windows_of_two_passes_are_the_mean_of_their_batches():
     assert_differ(large.get_weights(), oracle.get_weights())
 
 
+@pytest.mark.slow
 def test_a_sum_of_losses_takes_two_passes_in_an_optimizer_that_sums():
     x, y = data(SAMPLES)
     loss = keras.losses.MeanSquaredError(reduction="sum")
@@ -528,6 +530,7 @@ class Large(keras.layers.Layer):
         return inputs
 
 
+@pytest.mark.slow_in("graph")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_values_that_a_layer_adds_are_summed_beyond_float16(mode):
     """11 times 8000, where float16 ends at 65504. Keras adds no float16 to a float32."""
@@ -587,7 +590,7 @@ def test_the_model_is_traced_as_often_whatever_the_number_of_micro_batches():
     assert counts[0] <= 4  # what the predictions look like, and the two passes
 
 
-@pytest.mark.slow_in("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 3])
 def test_fit_with_a_short_last_batch_is_exact(steps):
     x, y = views(26)
