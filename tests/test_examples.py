@@ -45,9 +45,8 @@ def assert_compared(printed, first=1):
 
 
 # Both routes on replicas: `tests/distribution/test_replicas.py`.
-@pytest.mark.parametrize(
-    "route", ["step", pytest.param("optimizer", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ["step", "optimizer"])
 def test_train_multi_gpu(route):
     options = ["--devices", "cpu:2", "--route", route, "--epochs", 2]
     printed = run("train_multi_gpu.py", *options)

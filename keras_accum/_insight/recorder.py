@@ -53,7 +53,10 @@ class Recorder(keras.optimizers.SGD):
                 continue
             place = self._place[id(variable)]
             total = self.sums[place]
-            dense = add(tf.zeros(total.shape, total.dtype), gradient)
+            if isinstance(gradient, tf.Tensor):
+                dense = tf.cast(gradient, total.dtype)
+            else:
+                dense = add(tf.zeros(total.shape, total.dtype), gradient)
             total.assign_add(dense)
             one = tf.one_hot(place, len(self.sums))
             norms += one * tf.cast(tf.norm(dense), "float32")

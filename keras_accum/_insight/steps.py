@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,11 +39,11 @@ class Run:
     """What a step, or several on parts of a batch, came to.
 
     Attributes:
-        gradients: arrays in float64, one for each trained variable, added up over steps;
-            None where a variable had no gradient.
+        gradients: arrays in float32 or float64, one for each trained variable, added up
+            over steps; None where a variable had no gradient.
         norms: the norms of the gradients, added up over steps.
         logs: the numbers that the last step returned, by name.
-        state: what the other variables hold afterwards.
+        state: what the other variables hold afterwards, likewise.
     """
 
     gradients: list[Array | None]
@@ -192,11 +193,13 @@ class Steps:
             variable.assign(value)
 
     def _nudge(self, share: float) -> None:
-        rng = np.random.default_rng(0)
-        for variable in self.trained:
-            signs = rng.choice([-1.0, 1.0], variable.shape)
-            value = _array(variable)
-            variable.assign(value + signs * share * np.abs(value))
+        for index, variable in enumerate(self.trained):
+            value = tf.convert_to_tensor(variable)
+            bits = tf.random.stateless_uniform(
+                value.shape, (0, index), None, None, tf.uint32
+            )
+            by = share * tf.abs(value)
+            variable.assign(value + tf.where(bits < 2**31, by, -by))
 
     def _plain(self, batch: Any) -> Any:
         if self._known:
@@ -368,7 +371,9 @@ def _recorded(
     counts = np.sum([_array(r.counts) for r in recorders], axis=0)
     norms = np.sum([_array(r.norms) for r in recorders], axis=0)
     gradients: list[Array | None] = [
-        np.sum([_array(r.sums[i]) for r in recorders], axis=0) if counts[i] else None
+        functools.reduce(np.add, [_array(r.sums[i]) for r in recorders])
+        if counts[i]
+        else None
         for i in range(len(trained))
     ]
     return gradients, norms.tolist()
@@ -390,7 +395,9 @@ def _moving(model: keras.Model, held: list[Any]) -> list[keras.Variable]:
 
 
 def _array(variable: Any) -> Array:
-    return np.asarray(keras.ops.convert_to_numpy(variable), "float64")
+    """The value, in float32 or float64."""
+    found = keras.ops.convert_to_numpy(variable)
+    return found if found.dtype in ("float32", "float64") else found.astype("float64")
 
 
 def _numbers(logs: Any) -> dict[str, float]:

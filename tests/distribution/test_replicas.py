@@ -62,7 +62,8 @@ def test_each_group_has_its_process():
     assert sorted([*itertools.chain(*PROCESSES), "invariance"]) == sorted(GROUPS)
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow  # Two replicas are above.
+@pytest.mark.parametrize("replicas", [1, 4])
 def test_invariance(replicas):
     run_group(GROUPS["invariance"], lambda names: run(names, replicas))
 

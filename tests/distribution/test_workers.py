@@ -77,11 +77,23 @@ def run(names, folder):
         return Ended(codes == [0, 0], min(map(passed_in, texts), key=len), printed)
 
 
-SHARED = [name for name in SCENARIOS if name not in LOSSES]
+# What replicas of one process show too.
+SLOW = (
+    "each_type_is_reduced_apart",
+    "a_coupled_loss_sees_the_samples_of_all_workers",
+    "an_infinity_on_worker_1_skips_the_update_on_both",
+    "each_step_logs_in_one_reduction",
+)
+SHARED = [name for name in SCENARIOS if name not in (*LOSSES, *SLOW)]
 
 
 def test_on_two_workers(tmp_path):
     run_group(SHARED, lambda names: run(names, tmp_path))
+
+
+@pytest.mark.slow
+def test_the_rest_on_two_workers(tmp_path):
+    run_group(list(SLOW), lambda names: run(names, tmp_path))
 
 
 @pytest.mark.slow  # As on replicas.
