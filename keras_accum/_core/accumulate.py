@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from .._backend.private import canaries
 from .._backend.private.losses import (
+    Differentiated,
+    listen_to_added_losses,
     listen_to_reductions,
     loss_call,
     parts_of_a_window,
@@ -25,7 +28,7 @@ from .gradients import Gradient, add, divide_no_nan, scalar_dtype, sum_dtype, we
 from .loop import Split, check_batch, for_each_micro_batch, rows_of
 from .loss import LossTerm, describe, loss_of_none, warn_of_coupled
 from .observed import Observed, Observer, nothing
-from .own_loss import couples_samples
+from .own_loss import couples_samples, is_term_of
 from .regularizers import share_regularizers
 
 # From a micro-batch and its number of samples to a mean loss, its weight (None for the
@@ -139,38 +142,109 @@ def accumulate_gradients(
     check_option("reduction", reduction, ("mean", "sum"))
     batch, checks = check_batch(batch)
     with tf.control_dependencies(checks), parts_of_a_window():
-        loss_of = _weighted(loss_fn, reduction, variables, rows_of(batch))
+        alone = split.accum_steps == 1
+        function = _LossFunction(loss_fn, reduction, variables, rows_of(batch), alone)
         window = value_and_gradients(
-            loss_of, variables, batch, split, reduction, scale_loss=scale_loss
+            function.loss_of, variables, batch, split, reduction, scale_loss=scale_loss
         )
+        function.check_factors()
     return window.loss, window.gradients
 
 
-def _weighted(
-    loss_fn: Callable[[Any], Any],
-    reduction: str,
-    variables: Sequence[keras.Variable | tf.Variable],
-    rows: int | tf.Tensor,
-) -> Callable[[Any, tf.Tensor], Any]:
-    """`loss_fn`, which may give a weight or not, as one that does.
+class _LossFunction:
+    """A loss function of the user's, which may give a weight or not, as one that does.
 
     Where losses are added up, micro-batches share the regularizers by their samples.
     """
 
-    def weighted(micro_batch: Any) -> tuple[Any, Any]:
-        share = tf.cast(rows_of(micro_batch) / rows, "float32")
-        once = share_regularizers(variables, share if reduction == "sum" else None)
-        with record_losses(micro_batch) as heard, once:
-            result = loss_fn(micro_batch)
-        return _loss_and_weight(result, heard, reduction)
+    def __init__(
+        self,
+        loss_fn: Callable[[Any], Any],
+        reduction: str,
+        variables: Sequence[keras.Variable | tf.Variable],
+        rows: int | tf.Tensor,
+        alone: bool,
+    ) -> None:
+        self._loss_fn, self._reduction = loss_fn, reduction
+        self._variables, self._rows, self._alone = variables, rows, alone
+        # For the loss function, AutoGraph: this package's own code does without.
+        eager = tf.executing_eagerly()
+        self._compute = self._weighted if eager else tf.function(self._weighted)
+        # In eager mode: the gradients that reach Keras losses, and what is in them.
+        self._upstream: list[tuple[Differentiated, float]] = []
 
-    # For the loss function, AutoGraph: this package's own code does without.
-    compute = weighted if tf.executing_eagerly() else tf.function(weighted)
+    def loss_of(self, micro_batch: Any, rows: tf.Tensor) -> tuple[Any, Any, list[Any]]:
+        """A micro-batch's loss, its weight, and nothing else."""
+        return (*self._compute(micro_batch), [])
 
-    def loss_of(micro_batch: Any, rows: tf.Tensor) -> tuple[Any, Any, list[Any]]:
-        return (*compute(micro_batch), [])
+    def _weighted(self, micro_batch: Any) -> tuple[Any, Any]:
+        adds_up = self._reduction == "sum"
+        share = tf.cast(rows_of(micro_batch) / self._rows, "float32")
+        once = share_regularizers(self._variables, share if adds_up else None)
+        with record_losses(micro_batch) as heard, listen_to_added_losses() as added, once:
+            result = self._loss_fn(micro_batch)
+        return self._judged(result, heard, added, micro_batch)
 
-    return loss_of
+    @tf.autograph.experimental.do_not_convert
+    def _judged(
+        self, result: Any, heard: list["HeardTerm"], added: list[str], micro_batch: Any
+    ) -> tuple[Any, Any]:
+        loss, weight = _loss_and_weight(result, heard, self._reduction)
+        if self._alone:
+            return loss, weight
+        mean = self._reduction == "mean"
+        if any(
+            kind != self._reduction or (mean and weight is not None) for kind in added
+        ):
+            warn(_ADDED[self._reduction], about=self._loss_fn)
+        if len(heard) == 1 and result is loss and loss is not heard[0].loss:
+            self._look_at_factor(loss, weight, heard[0], rows_of(micro_batch))
+        return loss, weight
+
+    def _look_at_factor(
+        self, loss: tf.Tensor, weight: Any, heard: "HeardTerm", rows: Any
+    ) -> None:
+        """Note what a loss multiplies a Keras loss by; in a graph, judge it."""
+        if heard.differentiated is not None:
+            # A loss that weighs by its samples is differentiated by its share of them.
+            by_rows = (
+                self._reduction == "mean" and weight is None and loss.dtype.size >= 4
+            )
+            self._upstream.append((heard.differentiated, float(rows) if by_rows else 1.0))
+        elif tf.is_symbolic_tensor(loss) and not is_term_of(loss, heard.loss):
+            warn(_SCALED, about=self._loss_fn)
+
+    def check_factors(self) -> None:
+        """Warn if micro-batches multiply their Keras losses by something else."""
+        factors = [
+            float(entry.upstream) / rows
+            for entry, rows in self._upstream
+            if entry.upstream is not None
+        ]
+        if not np.allclose(factors, factors[:1], rtol=1e-4, atol=0.0):
+            warn(_SCALED, about=self._loss_fn)
+
+
+_SCALED = (
+    "`loss_fn` multiplies its Keras loss by something else in each micro-batch, as in "
+    "`loss * samples` or `sqrt(loss)`. Micro-batches weigh by what the Keras loss was "
+    "divided by, which is not the large batch then. Return a pair, the loss and its "
+    "weight: what it was divided by."
+)
+_ADDED = {
+    "mean": (
+        "Layers add losses in `loss_fn` (`add_loss`, an activity regularizer). If the loss "
+        "contains them (`model.losses`), they are weighted as it is: as a mean over "
+        "samples. It is not the large batch if they are sums, or if masks or sample "
+        "weights give the loss another denominator. `accumulate(model, ...)` is exact for "
+        "both."
+    ),
+    "sum": (
+        "Layers add losses in `loss_fn` (`add_loss`, an activity regularizer) that may be "
+        "means over samples. If the loss contains them (`model.losses`), the means of the "
+        "micro-batches are added up. `accumulate(model, ...)` is exact."
+    ),
+}
 
 
 @tf.autograph.experimental.do_not_convert
@@ -180,16 +254,34 @@ def record_losses(micro_batch: Any) -> Any:
     return _record_losses(rows if isinstance(rows, int) else None)
 
 
+class HeardTerm(NamedTuple):
+    """A Keras loss of a micro-batch.
+
+    Attributes:
+        term: what it is.
+        loss: its value.
+        differentiated: tells the gradient that reaches it, in eager mode.
+    """
+
+    term: LossTerm
+    loss: tf.Tensor
+    differentiated: Differentiated | None
+
+
 @contextlib.contextmanager
-def _record_losses(rows: int | None) -> Iterator[list[tuple[LossTerm, tf.Tensor]]]:
-    heard: list[tuple[LossTerm, tf.Tensor]] = []
+def _record_losses(rows: int | None) -> Iterator[list[HeardTerm]]:
+    heard: list[HeardTerm] = []
 
     def note(*reduced: Any) -> tf.Tensor:
         *described, loss = reduced
-        heard.append((describe(*described, rows=rows), loss_of_none(loss)))
+        loss, entry = loss_of_none(loss), None
+        if tf.executing_eagerly() and loss.shape.rank == 0:
+            entry = Differentiated()
+            loss = entry.noted(loss)
+        heard.append(HeardTerm(describe(*described, rows=rows), loss, entry))
         if (call := loss_call()) is not None and couples_samples(call):
             warn_of_coupled(call.loss)
-        return heard[-1][1]
+        return loss
 
     with listen_to_reductions(note):
         yield heard
@@ -197,7 +289,7 @@ def _record_losses(rows: int | None) -> Iterator[list[tuple[LossTerm, tf.Tensor]
 
 @tf.autograph.experimental.do_not_convert
 def _loss_and_weight(
-    result: Any, heard: list[tuple[LossTerm, tf.Tensor]], reduction: str
+    result: Any, heard: list[HeardTerm], reduction: str
 ) -> tuple[Any, Any]:
     """What a loss function gave, and its weight; None for the number of samples."""
     if isinstance(result, (tuple, list)):
@@ -209,13 +301,13 @@ def _loss_and_weight(
                 f"{len(result)} values, of the shapes {', '.join(map(str, shapes))}."
             )
         return result[0], result[1]
-    for term, loss in heard:
+    for term, loss, _ in heard:
         if result is loss and term.kind in ("mean", "sum") and term.kind != reduction:
             raise ValueError(
                 f"`loss_fn` returns a Keras loss that is a {term.kind}. Received: "
                 f"reduction={reduction!r}. Pass `reduction={term.kind!r}`."
             )
-    varying = [term.weight for term, _ in heard if term.varies]
+    varying = [term.weight for term, *_ in heard if term.varies]
     if reduction == "sum" or not varying:
         return result, None
     if len(heard) == 1 and _is_here(varying[0]):

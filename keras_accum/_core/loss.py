@@ -282,6 +282,28 @@ def warn_of_unsaid(
         warn(_REGULARIZERS_IN_A_LOOP, about=optimizer)
 
 
+def warn_of_a_loop(
+    optimizer: Any, terms: Sequence[LossTerm], added: Sequence[str], scaled: bool
+) -> None:
+    """Warn of what else is in the loss of a loop, beside one Keras loss.
+
+    Args:
+        optimizer: of which each thing is said once.
+        terms: the Keras losses.
+        added: the kinds of what layers add.
+        scaled: whether the Keras loss counts differently in each micro-batch.
+    """
+    if scaled:
+        warn(_SCALED_IN_A_LOOP, about=optimizer)
+    if optimizer.reduction == "sum":
+        wrong = any(kind != "sum" for kind in added)
+    else:
+        varies = any(term.varies for term in terms)
+        wrong = any(kind != "mean" or varies for kind in added)
+    if wrong:
+        warn(_ADDED_IN_A_LOOP[optimizer.reduction], about=optimizer)
+
+
 def _warn_of_users_loss(owner: Any) -> None:
     own = isinstance(owner, keras.Model) and has_own_compute_loss(owner)
     warn(_OWN_LOSS if own else _COUPLED, about=owner)
@@ -328,6 +350,30 @@ _REGULARIZERS_IN_A_LOOP = (
     "count once in a window. If they are not in the loss, say so by "
     "`optimizer.apply(gradients, variables, weight=1)`."
 )
+_SCALED_IN_A_LOOP = (
+    "The Keras loss of this loop is multiplied by something else in each micro-batch, as "
+    "in `loss * samples` or `sqrt(loss)`. A window weighs a micro-batch by what its Keras "
+    "loss was divided by, which is not the large batch then. Pass what the loss that you "
+    "differentiate is divided by: `optimizer.apply(gradients, variables, weight=...)`; or "
+    "let Keras's own `train_step` compute it, with `accumulate(model, ..., "
+    "two_pass=True)`, which is exact for any loss of the predictions."
+)
+_ADDED_IN_A_LOOP = {
+    "mean": (
+        "Layers add losses in this loop (`add_loss`, an activity regularizer), and the "
+        "window weighs them as the Keras loss: by samples, as a mean over samples. It is "
+        "not the large batch if they are sums, or if masks or sample weights give the "
+        "Keras loss another denominator. `accumulate(model, ...)` is exact for both. If "
+        "they are right as they are, say so by `optimizer.apply(gradients, variables, "
+        "weight=...)`, with what the Keras loss is divided by."
+    ),
+    "sum": (
+        "Layers add losses in this loop (`add_loss`, an activity regularizer) that may be "
+        "means over samples, and this optimizer, with `reduction='sum'`, adds up the means "
+        "of the micro-batches. `accumulate(model, ...)` is exact. If they are sums over "
+        "samples, say so by `optimizer.apply(gradients, variables, weight=1)`."
+    ),
+}
 _SEVERAL = (
     "This model has several losses, and masks, sample weights or variable lengths may give "
     "each of them another denominator. One gradient for all of them can be weighted by one "

@@ -40,6 +40,7 @@ _PASSED_ON = {
     "Reshape",
     "Neg",
 }
+_OF_SHAPE_ALONE = {"OnesLike", "ZerosLike", "Shape", "Size"}
 _ADDED_UP = {"AddV2", "Add", "AddN", "Sub", "Pack"}
 _SAMPLES = (1, 4)
 _SPLIT = (slice(0, _SAMPLES[0]), slice(*_SAMPLES))
@@ -223,7 +224,7 @@ class _Reader:
         if op.type in _ADDED_UP:
             known = [self.read(each) for each in inputs]  # All are to be counted.
             return all(known)
-        if op.type == "Sum":
+        if op.type == "Sum" or (op.type == "Mean" and inputs[0].shape.rank == 0):
             return self._reads_sum(inputs[0])
         if op.type == "Mul":
             constant = [self.is_constant(each) for each in inputs]
@@ -255,8 +256,22 @@ class _Reader:
             return self.is_constant(outside)
         if tensor.op.type in ("Const", "ReadVariableOp"):
             return True
+        if tensor.op.type in _OF_SHAPE_ALONE and tensor.op.inputs[0].shape.rank == 0:
+            return True
         inputs = tensor.op.inputs
         return len(inputs) > 0 and all(self.is_constant(each) for each in inputs)
+
+
+def is_term_of(total: tf.Tensor, loss: tf.Tensor) -> bool:
+    """Whether a tensor of a graph has `loss` in it as it is, or times a constant."""
+    reader = _Reader([loss], ())
+    reader.read(total)
+    return bool(reader.found)
+
+
+def depends_on_data(tensor: tf.Tensor) -> bool:
+    """Whether a tensor of a graph depends on more than variables and constants."""
+    return not _Reader((), ()).is_constant(tensor)
 
 
 def _key(tensor: tf.Tensor) -> Any:

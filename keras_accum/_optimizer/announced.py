@@ -1,7 +1,7 @@
 """What a loss that Keras computes announces to the optimizer: its denominator."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -109,16 +109,40 @@ def _rows(arguments: Any) -> tuple[int | None, tf.Tensor]:
     return first.shape[0], tf.cast(tf.shape(first)[0], "float32")
 
 
-def heard_terms(owner: Any) -> list[LossTerm]:
-    """The terms of the Keras losses that were computed since the last call.
+class Heard(NamedTuple):
+    """What was differentiated in a loop, or a `train_step`, of the user's.
 
-    In a loop, or a `train_step`, of the user's.
+    Attributes:
+        terms: of the Keras losses.
+        added: the kinds of what layers added: "sum", "mean" or "unknown".
+        factors: scalar tensors, what the Keras losses were multiplied by.
+    """
+
+    terms: list[LossTerm]
+    added: list[str]
+    factors: list[tf.Tensor]
+
+
+def _term(values: Any, *described: Any) -> LossTerm:
+    values = tf.convert_to_tensor(values)
+    # All losses of the samples, as far as can be known.
+    rows = values.shape[0] if values.shape.rank else None
+    return describe(values, *described, rows=rows)
+
+
+def heard_losses(owner: Any) -> Heard:
+    """What was differentiated since the last call.
 
     Args:
         owner: of whom it is said, once, that a loss couples samples; None: it may.
     """
     heard = take_heard_losses()
-    calls = [loss.call for loss in heard if loss.call is not None]
+    losses = [loss for loss in heard if loss.reduction is not None]
+    calls = [loss.call for loss in losses if loss.call is not None]
     if owner is not None and any(map(couples_samples, calls)):
         warn_of_coupled(owner)
-    return [describe(*loss.reduction) for loss in heard]
+    return Heard(
+        [_term(*(loss.reduction or ())) for loss in losses],
+        [loss.added for loss in heard if loss.added is not None],
+        [loss.upstream for loss in losses],
+    )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
@@ -36,10 +37,11 @@ from .._backend.sizes import bytes_of
 from .._backend.warn import warn
 from .._core.checks import check_option, refuse_unknown_arguments
 from .._core.gradients import Gradient, all_finite, check_gradients, name_of
-from .._core.loss import LossTerm, warn_of_unsaid
+from .._core.loss import warn_of_a_loop, warn_of_unsaid
 from .._core.observed import Observed
+from .._core.own_loss import depends_on_data
 from .accumulator import Accumulator, Weight, after
-from .announced import announce_weight, heard_terms
+from .announced import Heard, announce_weight, heard_losses
 from .arguments import (
     REMEDIES,
     check_clipping,
@@ -211,6 +213,8 @@ class AccumOptimizer(ScalesLoss):
         self._model: Any = lambda: None  # The one that is compiled with this optimizer.
         self._announces = False
         self._first_is_unknown = False
+        # What the first loss of a window was multiplied by, in an eager loop.
+        self._factor: float | None = None
         # Set for the time of a `fit` by `AccumulationMonitor`.
         self.observer: WindowObserver | None = None
         self._sealed = True
@@ -401,7 +405,7 @@ class AccumOptimizer(ScalesLoss):
                 `on_nonfinite="raise"`; in a graph, for a negative weight or a NaN. XLA
                 leaves both checks out.
         """
-        heard = heard_terms(self if self._matters() else None)
+        heard = heard_losses(self if self._matters() else None)
         if weight is not None:
             zero = tf.zeros(())
             self.apply_weighted(grads, trainable_variables, Weight(weight, zero))
@@ -416,12 +420,17 @@ class AccumOptimizer(ScalesLoss):
         if tf.executing_eagerly() and self.reduction == "mean":
             announced = bool(known)
         value = self._weight_of(known, pending, heard)
-        if value is None and not announced and self._matters():
-            variables = trainable_variables or (trained_by(self) if self.built else ())
-            warn_of_unsaid(self, [term.kind for term in heard], variables)
+        if not announced and self._matters():
+            if value is None:
+                variables = trainable_variables or (
+                    trained_by(self) if self.built else ()
+                )
+                warn_of_unsaid(self, [term.kind for term in heard.terms], variables)
+            scaled = self._multiplies_otherwise(heard.factors)
+            warn_of_a_loop(self, heard.terms, heard.added, scaled)
         self.apply_weighted(grads, trainable_variables, value or pending)
 
-    def _heard_nothing_yet(self, known: tf.Tensor, heard: Sequence[LossTerm]) -> bool:
+    def _heard_nothing_yet(self, known: tf.Tensor, heard: Heard) -> bool:
         """Whether a loss may have been computed before this optimizer could hear of it.
 
         In an eager loop whose optimizer nobody has built, that is the first one's.
@@ -429,18 +438,18 @@ class AccumOptimizer(ScalesLoss):
         if self.built or not tf.executing_eagerly() or replica.distributed():
             return False
         weighs = self._matters() and self.reduction == "mean"
-        return not heard and not bool(known) and weighs
+        return not heard.terms and not bool(known) and weighs
 
     def _matters(self) -> bool:
         """Whether a window may be of several micro-batches."""
         return self._accum_steps != 1
 
     def _weight_of(
-        self, known: tf.Tensor, pending: Weight, heard: Sequence[LossTerm]
+        self, known: tf.Tensor, pending: Weight, heard: Heard
     ) -> Weight | None:
         """The weight of the one mean that was heard of; None if it was not one."""
         first_is_unknown, self._first_is_unknown = self._first_is_unknown, False
-        if self.reduction == "sum" or [term.kind for term in heard] != ["mean"]:
+        if self.reduction == "sum" or [t.kind for t in heard.terms] != ["mean"]:
             return None
         if first_is_unknown:
             warn(
@@ -450,8 +459,21 @@ class AccumOptimizer(ScalesLoss):
                 "`optimizer.build(model.trainable_variables)`.",
                 about=self,
             )
-        weight = tf.cast(heard[0].weight, pending.value.dtype)
+        weight = tf.cast(heard.terms[0].weight, pending.value.dtype)
         return Weight(tf.where(known, pending.value, weight), pending.samples)
+
+    def _multiplies_otherwise(self, factors: Sequence[tf.Tensor]) -> bool:
+        """Whether a loop multiplies the loss of each micro-batch by something else.
+
+        In a graph, by what the data tell; in eager mode, the numbers are there.
+        """
+        if len(factors) != 1 or factors[0].shape.rank != 0:
+            return False
+        if not tf.executing_eagerly():
+            return depends_on_data(factors[0])
+        if bool(self.is_first) or self._factor is None:
+            self._factor = float(factors[0])
+        return not np.isclose(float(factors[0]), self._factor, rtol=1e-4, atol=0.0)
 
     def apply_weighted(
         self,

@@ -201,6 +201,7 @@ LOUD = {
     "losses.is_a_part": "asks what is this package's",
     "losses.is_listening": "asks what is this package's",
     "losses.is_sum": "asks for a mark of this package's",
+    "losses.listen_to_added_losses": "replaces a public method",
     "losses.mark_as_sum": "sets a mark of this package's",
     "losses.multiply_summed_losses": "reads `_losses`, which has a canary",
     "losses.observe_training_losses": "replaces `_compute_loss`, which has a canary",

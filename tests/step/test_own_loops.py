@@ -44,22 +44,30 @@ REGULARIZERS = (
 mse, mae = keras.losses.MeanSquaredError, keras.losses.MeanAbsoluteError
 
 
-def model_of(regularizer=None):
+def model_of(regularizer=None, adds=None):
     keras.utils.set_random_seed(1)
-    dense = keras.layers.Dense(3, kernel_regularizer=regularizer)
-    return keras.Sequential([keras.Input((5,)), dense])
+    penalty = "l2" if adds is activity else None
+    dense = keras.layers.Dense(
+        3, kernel_regularizer=regularizer, activity_regularizer=penalty
+    )
+    model = keras.Sequential([keras.Input((5,)), dense])
+    if adds is not None and adds is not activity:
+        model.add(Adds(adds))
+    return model
 
 
-def train(loss_fn, batch, optimizer=None, mode="eager", regularizer=None, **apply):
+def train(
+    loss_fn, batch, optimizer=None, mode="eager", regularizer=None, adds=None, **apply
+):
     """One update, by a loop: the loss, and the penalties of layers."""
-    model = model_of(regularizer)
+    model = model_of(regularizer, adds)
     optimizer = optimizer or keras.optimizers.SGD(0.01)
     optimizer.build(model.trainable_variables)
 
     def step(x, y):
         with tf.GradientTape() as tape:
             loss = loss_fn(y, model(x, training=True))
-            loss += sum(model.losses)
+            loss += sum(map(keras.ops.sum, model.losses))
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply(gradients, model.trainable_variables, **apply)
 
@@ -161,6 +169,133 @@ def test_regularizers_in_a_loop_of_sums_are_told_once(mode):
         train(mse(), 4, window(), mode, "l2")
 
 
+SCALED = (
+    "The Keras loss of this loop is multiplied by something else in each micro-batch, as "
+    "in `loss * samples` or `sqrt(loss)`. A window weighs a micro-batch by what its Keras "
+    "loss was divided by, which is not the large batch then. Pass what the loss that you "
+    "differentiate is divided by: `optimizer.apply(gradients, variables, weight=...)`; or "
+    "let Keras's own `train_step` compute it, with `accumulate(model, ..., "
+    "two_pass=True)`, which is exact for any loss of the predictions."
+)
+
+
+def root(y, y_pred):
+    return keras.ops.sqrt(mse()(y, y_pred))
+
+
+def times_samples(y, y_pred):
+    return mse()(y, y_pred) * tf.cast(tf.shape(y)[0], "float32")
+
+
+def times_weight(y, y_pred):
+    return mse()(y, y_pred) * tf.reduce_mean(tf.abs(y))
+
+
+def scaled(y, y_pred):
+    return 0.3 * mse()(y, y_pred) / 7.0
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("loss_fn", [root, times_weight, times_samples])
+def test_a_loss_that_counts_otherwise_in_each_micro_batch_is_told_once(loss_fn, mode):
+    if (loss_fn, mode) == (times_samples, "graph"):
+        pytest.skip("each size of batch is a graph of its own, with a constant in it")
+    with pytest.warns(UserWarning) as caught:
+        found = train(loss_fn, 5, window(), mode)
+    assert told(caught) == [SCALED]
+    assert_differ(found, train(loss_fn, 12))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_loss_times_a_constant_is_exact_without_a_word(mode, recwarn):
+    found = train(scaled, 5, window(), mode)
+    assert_close(found, train(scaled, 12))
+    assert_differ(found, train(mse(), 12))
+    optimizer = ka.AccumOptimizer(
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01)), 3
+    )
+
+    def scaled_loss(y, y_pred):
+        return optimizer.scale_loss(mse()(y, y_pred))
+
+    assert_close(train(scaled_loss, 5, optimizer, mode), train(mse(), 12))
+    assert told(recwarn) == []
+
+
+# --- What layers add.
+
+ADDED = {
+    "mean": (
+        "Layers add losses in this loop (`add_loss`, an activity regularizer), and the "
+        "window weighs them as the Keras loss: by samples, as a mean over samples. It is "
+        "not the large batch if they are sums, or if masks or sample weights give the "
+        "Keras loss another denominator. `accumulate(model, ...)` is exact for both. If "
+        "they are right as they are, say so by `optimizer.apply(gradients, variables, "
+        "weight=...)`, with what the Keras loss is divided by."
+    ),
+    "sum": (
+        "Layers add losses in this loop (`add_loss`, an activity regularizer) that may be "
+        "means over samples, and this optimizer, with `reduction='sum'`, adds up the means "
+        "of the micro-batches. `accumulate(model, ...)` is exact. If they are sums over "
+        "samples, say so by `optimizer.apply(gradients, variables, weight=1)`."
+    ),
+}
+
+
+class Adds(keras.layers.Layer):
+    def __init__(self, reduce, **options):
+        super().__init__(**options)
+        self.reduce = reduce
+
+    def call(self, x):
+        self.add_loss(0.1 * self.reduce(x**2))
+        return x
+
+
+def total(x):
+    return keras.ops.sum(x)
+
+
+def of_samples(x):
+    return keras.ops.sum(x, axis=-1)
+
+
+def weighted(y, y_pred):
+    loss_fn = mse(reduction="mean_with_sample_weight")
+    return loss_fn(y, y_pred, sample_weight=tf.abs(y[:, 0]))
+
+
+def activity(_):
+    """Of the layer: a mean over samples, in newer versions of Keras."""
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize(
+    ("reduction", "adds", "loss_fn"),
+    [
+        ("mean", total, mse()),
+        ("mean", of_samples, mse()),
+        ("mean", activity, weighted),
+        ("sum", keras.ops.mean, mse(reduction="sum")),
+    ],
+)
+def test_what_layers_add_in_a_loop_is_told_once(reduction, adds, loss_fn, mode):
+    with pytest.warns(UserWarning) as caught:
+        found = train(loss_fn, 5, window(reduction=reduction), mode, adds=adds)
+    assert told(caught) == [ADDED[reduction]]
+    assert_differ(found, train(loss_fn, 12, adds=adds))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize(("reduction", "adds"), [("mean", activity), ("sum", of_samples)])
+def test_what_layers_add_is_exact_where_it_is_known(reduction, adds, mode, recwarn):
+    loss_fn = mse(reduction="sum" if reduction == "sum" else "sum_over_batch_size")
+    found = train(loss_fn, 5, window(reduction=reduction), mode, adds=adds)
+    assert_close(found, train(loss_fn, 12, adds=adds))
+    assert_differ(found, train(loss_fn, 12))
+    assert told(recwarn) == []
+
+
 # --- `accumulate_gradients`.
 
 
@@ -204,3 +339,95 @@ def test_a_loss_function_that_couples_samples_is_told_once(mode):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         gradients_of(OfSamples(), "mean", mode, micro_batch_size=5)
+
+
+FUNCTION_SCALED = (
+    "`loss_fn` multiplies its Keras loss by something else in each micro-batch, as in "
+    "`loss * samples` or `sqrt(loss)`. Micro-batches weigh by what the Keras loss was "
+    "divided by, which is not the large batch then. Return a pair, the loss and its "
+    "weight: what it was divided by."
+)
+FUNCTION_ADDS = {
+    "mean": (
+        "Layers add losses in `loss_fn` (`add_loss`, an activity regularizer). If the loss "
+        "contains them (`model.losses`), they are weighted as it is: as a mean over "
+        "samples. It is not the large batch if they are sums, or if masks or sample "
+        "weights give the loss another denominator. `accumulate(model, ...)` is exact for "
+        "both."
+    ),
+    "sum": (
+        "Layers add losses in `loss_fn` (`add_loss`, an activity regularizer) that may be "
+        "means over samples. If the loss contains them (`model.losses`), the means of the "
+        "micro-batches are added up. `accumulate(model, ...)` is exact."
+    ),
+}
+
+
+def accumulated(loss, mode, reduction="mean", adds=None, **split):
+    model = model_of(adds=adds)
+
+    def loss_fn(batch):
+        x, y = batch
+        value = loss(y, model(x, training=True))
+        return value + sum(map(keras.ops.sum, model.losses)) if adds else value
+
+    def compute(batch):
+        return ka.accumulate_gradients(
+            loss_fn, model.trainable_variables, batch, reduction=reduction, **split
+        )
+
+    if mode == "graph":
+        compute = tf.function(compute, autograph=False)
+    value, gradients = compute((tf.constant(X), tf.constant(Y)))
+    return [value, *gradients]
+
+
+def averaged(y, y_pred):
+    return tf.reduce_mean(mse()(y, y_pred))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("loss", [root, times_samples, times_weight])
+def test_a_function_that_scales_its_loss_otherwise_is_told_once(loss, mode):
+    with pytest.warns(UserWarning) as caught:
+        found = accumulated(loss, mode, micro_batch_size=5)
+    assert told(caught) == [FUNCTION_SCALED]
+    assert_differ(found, accumulated(loss, mode, accum_steps=1))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize(
+    ("reduction", "adds", "loss"),
+    [
+        ("mean", total, mse()),
+        ("mean", of_samples, mse()),
+        ("mean", activity, weighted),
+        ("sum", activity, mse(reduction="sum")),
+    ],
+)
+def test_what_layers_add_in_a_function_is_told_once(reduction, adds, loss, mode):
+    with pytest.warns(UserWarning) as caught:
+        found = accumulated(loss, mode, reduction, adds, micro_batch_size=5)
+    assert told(caught) == [FUNCTION_ADDS[reduction]]
+    whole = model_of(adds=adds)
+    with tf.GradientTape() as tape:
+        value = loss(Y, whole(X, training=True))
+        value += sum(map(keras.ops.sum, whole.losses))
+    assert_differ(found[1:], tape.gradient(value, whole.trainable_variables))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize(
+    ("reduction", "adds", "loss"),
+    [
+        ("mean", None, scaled),
+        ("mean", None, averaged),
+        ("mean", activity, mse()),
+        ("sum", of_samples, mse(reduction="sum")),
+    ],
+)
+def test_a_function_is_exact_without_a_word(reduction, adds, loss, mode, recwarn):
+    found = accumulated(loss, mode, reduction, adds, micro_batch_size=5)
+    assert_close(found, accumulated(loss, mode, reduction, adds, accum_steps=1))
+    assert_differ(found, accumulated(mae(reduction="sum"), mode, "sum", accum_steps=1))
+    assert told(recwarn) == []

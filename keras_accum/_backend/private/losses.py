@@ -1,13 +1,12 @@
 """How Keras reduces, adds and tracks losses. It forgets what it divided by.
 
-`Loss.__call__` and `Trainer.compute_loss` have no hook. So seven functions of Keras are
+`Loss.__call__` and `Trainer.compute_loss` have no hook. So eight functions of Keras are
 replaced, by ones that give what they gave, while somebody needs it: inside of a context
 that listens, and for as long as an `AccumOptimizer` that has met a model is alive. After
 that Keras has its own functions again.
 """
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import sys
@@ -46,35 +45,46 @@ class HeardLoss(NamedTuple):
     """A loss whose gradient was computed.
 
     Attributes:
-        reduction: its values, sample weight, mask and reduction.
+        reduction: its values, sample weight, mask and reduction; or None, if a layer has
+            added it.
         call: the call that computed it, with specs of its arguments; None if there was
             none, but a reduction alone.
+        added: what a layer passed to `add_loss`: a "sum" over samples, a "mean", or
+            "unknown"; None if it is no such loss.
+        upstream: the gradient that reached it.
     """
 
-    reduction: tuple[Any, ...]
+    reduction: tuple[Any, ...] | None
     call: LossCall | None
+    added: str | None = None
+    upstream: Any = None
 
 
-@dataclasses.dataclass
-class _Heard:
-    """A loss that a tape has recorded, where it is, and whether it was differentiated."""
+class Differentiated:
+    """Notes the gradient that reaches a tensor, when it is computed."""
 
-    loss: HeardLoss
-    graph: Any
-    used: bool = False
+    upstream: tf.Tensor | None = None
 
     def noted(self, value: tf.Tensor) -> tf.Tensor:
-        """`value`, which notes when its gradient is computed."""
+        """`value`, of which that is noted."""
 
         @tf.custom_gradient
         def noting(value: tf.Tensor) -> Any:
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                self.used = True
+                self.upstream = upstream
                 return upstream
 
             return tf.identity(value), gradient
 
         return noting(value)
+
+
+class _Heard(NamedTuple):
+    """A loss that a tape has recorded, where it is, and whether it was differentiated."""
+
+    loss: HeardLoss
+    graph: Any
+    differentiated: Differentiated
 
 
 class _Listening(threading.local):
@@ -87,6 +97,7 @@ class _Listening(threading.local):
         heard: the last losses that a tape recorded with nobody listening, since an
             optimizer of Keras's was applied.
         call: the loss that is being computed, as it was called.
+        added: the kinds of what layers add, of which somebody wants to know.
     """
 
     listener: Callable[..., Any] | None = None
@@ -94,6 +105,7 @@ class _Listening(threading.local):
     is_part = False
     heard: tuple["_Heard", ...] = ()
     call: LossCall | None = None
+    added: list[str] | None = None
 
 
 _listening = _Listening()
@@ -119,9 +131,10 @@ def _patch_reductions() -> list[AttributePatch]:
         "scale_loss_for_distribution": _unless_undivided,
         "unscale_loss_for_distribution": _unless_undivided,
     }
-    call = keras.losses.Loss.__call__
+    call, add_loss = keras.losses.Loss.__call__, keras.layers.Layer.add_loss
     return [
         AttributePatch(keras.losses.Loss, "__call__", _noted(call)),
+        AttributePatch(keras.layers.Layer, "add_loss", _hearing(add_loss)),
         *(
             AttributePatch(keras_loss, name, wrap(getattr(keras_loss, name)))
             for name, wrap in wrappers.items()
@@ -171,6 +184,17 @@ def listen_to_reductions(listener: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def listen_to_added_losses() -> Iterator[list[str]]:
+    """Note of what layers pass to `add_loss` in this context, and thread, what it is.
+
+    A "sum" over samples, a "mean", or "unknown".
+    """
+    found: list[str] = []
+    with _reductions.held(), _set("added", found):
+        yield found
+
+
 def is_listening() -> bool:
     """Whether a caller up the stack listens to reductions already."""
     return _listening.listener is not None
@@ -182,9 +206,58 @@ def take_heard_losses() -> list[HeardLoss]:
     At most a few; those of other graphs are left out.
     """
     here = _here()
-    found = [x.loss for x in _listening.heard if x.used and x.graph is here]
+    found = [
+        x.loss._replace(upstream=x.differentiated.upstream)
+        for x in _listening.heard
+        if x.differentiated.upstream is not None and x.graph is here
+    ]
     _listening.heard = ()
     return found
+
+
+def _hear(heard: HeardLoss, value: tf.Tensor) -> tf.Tensor:
+    """`value`, from which it is known that its gradient was computed."""
+    entry = _Heard(heard, _here(), Differentiated())
+    _listening.heard = (*_listening.heard[-_MOST_HEARD:], entry)
+    return entry.differentiated.noted(value)
+
+
+_MOST_HEARD = 15  # As many as layers of a model may add, and some.
+
+
+def _hearing(add_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """`add_loss` of a layer, in a loop of the user's, which may differentiate it."""
+
+    @functools.wraps(add_loss)
+    def add_loss_heard(self: Any, loss: Any) -> None:
+        values = keras.tree.flatten(loss)
+        of_activity = sys._getframe(1).f_code is _LAYER_CALL
+        if not all(isinstance(value, tf.Tensor) for value in values):
+            add_loss(self, loss)
+            return
+        for value in values:
+            sums = value.shape.rank != 0 or (of_activity and _ACTIVITY_IS_SUM)
+            kind = "sum" if sums else "mean" if of_activity else "unknown"
+            if _listening.added is not None:
+                _listening.added.append(kind)
+            if is_listening() or not record.could_possibly_record():
+                if of_activity and _ACTIVITY_IS_SUM:
+                    mark_as_sum(value)
+                add_loss(self, value)
+                continue
+            noted = _hear(HeardLoss(None, None, kind), value)
+            if is_sum(value) or (of_activity and _ACTIVITY_IS_SUM):
+                mark_as_sum(noted)
+            add_loss(self, noted)
+
+    return add_loss_heard
+
+
+# There, and not in a `call`, Keras adds what an activity regularizer gives.
+_LAYER_CALL = inspect.unwrap(keras.layers.Layer.__call__).__code__
+# To Keras 3.13 that is a sum over the samples of a batch, as losses of several values
+# are; from 3.14 on Keras divides it by the number of samples.
+_ACTIVITY_IS_SUM = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 14)
 
 
 def _forgetting(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -269,9 +342,7 @@ def _with_listener(reduce: Callable[..., Any]) -> Callable[..., Any]:
         if (listener := _listening.listener) is not None:
             return listener(*reduced, loss)
         if record.could_possibly_record():  # Else it is validation's, for example.
-            heard = _Heard(HeardLoss(reduced, _specs_of(_listening.call)), _here())
-            _listening.heard = (*_listening.heard[-3:], heard)
-            return heard.noted(loss)
+            return _hear(HeardLoss(reduced, _specs_of(_listening.call)), loss)
         return loss
 
     return reduce_and_tell
@@ -446,20 +517,14 @@ def call_losses_kept(model: keras.Model) -> Iterator[None]:
 
 @functools.cache
 def tell_activity_losses() -> None:
-    """Have `call_losses` give vectors for activity regularizers that Keras adds up.
-
-    To Keras 3.13 they are sums over the samples of a batch, as losses of several values
-    are; from 3.14 on Keras divides them by the number of samples.
-    """
-    if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14):
+    """Have `call_losses` give vectors for activity regularizers that Keras adds up."""
+    if not _ACTIVITY_IS_SUM:
         return
     add_loss = keras.layers.Layer.add_loss
-    call = inspect.unwrap(keras.layers.Layer.__call__).__code__
 
     @functools.wraps(add_loss)
     def add_and_tell(self: Any, loss: Any) -> None:
-        # There, and not in a `call`, Keras adds what a regularizer gives.
-        if sys._getframe(1).f_code is call:
+        if sys._getframe(1).f_code is _LAYER_CALL:
             mark_as_sum(loss)
         add_loss(self, loss)
 
