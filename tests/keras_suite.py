@@ -191,6 +191,13 @@ def _models_as_trainers():
         def __init__(self):
             plain.__init__(self)
 
+        # Those of the layer beside it, which `keras.Model` has its own of.
+        def build(self, input_shape):
+            return super(keras.Model, self).build(input_shape)
+
+        def call(self, inputs):
+            return super(keras.Model, self).call(inputs)
+
     trainer.TensorFlowTrainer = Trainer
     try:
         yield

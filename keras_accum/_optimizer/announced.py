@@ -16,6 +16,7 @@ from .._backend.private.losses import (
 from .._backend.private.models import build_compiled
 from .._batch_norm import pool_first_or_next
 from .._core.added_losses import learn_kinds
+from .._core.loop import rows_of
 from .._core.loss import (
     LossTerm,
     Terms,
@@ -104,9 +105,8 @@ def _undivided(sums: list[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
 def _rows(arguments: Any) -> tuple[int | None, tf.Tensor]:
     """The number of samples, where it is known when tracing, and as a float32 scalar."""
     x, y, y_pred, _ = arguments
-    leaves = [leaf for leaf in tf.nest.flatten((y_pred, y, x)) if leaf is not None]
-    first = tf.convert_to_tensor(leaves[0])
-    return first.shape[0], tf.cast(tf.shape(first)[0], "float32")
+    rows = rows_of((y_pred, y, x))
+    return rows if isinstance(rows, int) else None, tf.cast(rows, "float32")
 
 
 class Heard(NamedTuple):

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import assert_close, assert_differ, data, told
+from helpers import assert_close, assert_differ, compile_in, data, told
 from keras import layers
 
 import keras_accum as ka
@@ -520,3 +520,30 @@ def test_an_output_without_a_loss(eager):
     with pytest.warns(UserWarning, match="Gradients do not exist"):
         expected = run(keras.optimizers.SGD(0.01), 13)
     assert_close(run(accumulating(), 4), expected)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_ragged_predictions_are_counted_by_rows(mode):
+    class Times(keras.Model):
+        def build(self, shape):
+            self.factor = self.add_weight(shape=(), initializer="ones")
+
+        def call(self, x):
+            return x * self.factor
+
+    def of_rows(y, y_pred):
+        return tf.reduce_mean(tf.square(y - y_pred), axis=-1)
+
+    def train(optimizer, batch):
+        model = Times()
+        model.build(None)
+        compile_in(model, mode, optimizer, of_rows)
+        x = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0, 5.0, 6.0]])
+        model.fit(x, 2 * x, batch_size=batch, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    rate = 0.01
+    expected = train(keras.optimizers.SGD(rate), 3)
+    found = train(ka.AccumOptimizer(keras.optimizers.SGD(rate), 2), 2)
+    assert_close(found, expected)
+    assert_differ(train(keras.optimizers.SGD(rate), 2), expected)
