@@ -42,6 +42,7 @@ _PASSED_ON = {
 }
 _OF_SHAPE_ALONE = {"OnesLike", "ZerosLike", "Shape", "Size"}
 _ADDED_UP = {"AddV2", "Add", "AddN", "Sub", "Pack"}
+_DEEPEST = 100
 _SAMPLES = (1, 4)
 _SPLIT = (slice(0, _SAMPLES[0]), slice(*_SAMPLES))
 
@@ -207,37 +208,43 @@ class _Reader:
         self._terms = {_key(tensor): i for i, tensor in enumerate(reduced)}
         self._added = {_key(tensor) for tensor in added}
         self._constant: dict[Any, bool] = {}
+        self._depth = 0
         self.found: dict[int, int] = {}
 
-    def read(self, tensor: tf.Tensor) -> bool:
-        """Whether `tensor` is a sum of known terms; `found` counts them."""
-        tensor = _outside(tensor)
-        if (index := self._terms.get(_key(tensor))) is not None:
-            self.found[index] = self.found.get(index, 0) + 1
-            return True
-        if _key(tensor) in self._added or self.is_constant(tensor):
-            return True
-        op = tensor.op
+    def read(self, total: tf.Tensor) -> bool:
+        """Whether `total` is a sum of known terms; `found` counts them, all of them."""
+        known, left = True, [total]
+        while left:  # Not by recursion: a sum of all regularizers is hundreds deep.
+            tensor = _outside(left.pop())
+            if (index := self._terms.get(_key(tensor))) is not None:
+                self.found[index] = self.found.get(index, 0) + 1
+            elif _key(tensor) not in self._added and not self.is_constant(tensor):
+                parts = self._parts(tensor.op)
+                known &= parts is not None
+                left += parts or ()
+        return known
+
+    def _parts(self, op: tf.Operation) -> list[tf.Tensor] | None:
+        """What an operation adds up, times constants; None for another operation."""
         inputs = list(op.inputs)
         if op.type in _PASSED_ON:
-            return self.read(inputs[0])
+            return inputs[:1]
         if op.type in _ADDED_UP:
-            known = [self.read(each) for each in inputs]  # All are to be counted.
-            return all(known)
+            return inputs
         if op.type == "Sum" or (op.type == "Mean" and inputs[0].shape.rank == 0):
-            return self._reads_sum(inputs[0])
+            return inputs[:1] if self._adds_up_terms(inputs[0]) else None
         if op.type == "Mul":
             constant = [self.is_constant(each) for each in inputs]
-            return any(constant) and self.read(inputs[constant.index(True) - 1])
+            return [inputs[constant.index(True) - 1]] if any(constant) else None
         if op.type in ("RealDiv", "DivNoNan"):
-            return self.is_constant(inputs[1]) and self.read(inputs[0])
-        return False
+            return inputs[:1] if self.is_constant(inputs[1]) else None
+        return None
 
-    def _reads_sum(self, tensor: tf.Tensor) -> bool:
+    def _adds_up_terms(self, tensor: tf.Tensor) -> bool:
         """Of a list of losses, or of what a layer added: not of the values of samples."""
         tensor = _outside(tensor)
         listed = tensor.op.type == "Pack" or tensor.shape.rank == 0
-        return (listed or _key(tensor) in self._added) and self.read(tensor)
+        return listed or _key(tensor) in self._added
 
     def is_constant(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` depends on variables and constants alone, not on data."""
@@ -245,8 +252,12 @@ class _Reader:
             return True
         key = _key(tensor)
         if key not in self._constant:
+            if self._depth == _DEEPEST:
+                return False  # Far below are the layers of a model.
             self._constant[key] = False  # In a loop, the question comes back here.
+            self._depth += 1
             self._constant[key] = self._depends_on_no_data(tensor)
+            self._depth -= 1
         return self._constant[key]
 
     def _depends_on_no_data(self, tensor: tf.Tensor) -> bool:

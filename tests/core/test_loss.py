@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 from helpers import assert_close, assert_differ
 
+from keras_accum._core import own_loss
 from keras_accum._core.loss import record_terms
 
 
@@ -34,3 +35,15 @@ def test_a_mask_and_weights_are_matched_as_keras_matches_them(mask, weights):
     assert_close(terms[0].weight * mean, total)
     # Without the mask, the denominator is another.
     assert_differ(tf.reduce_sum(weights) * mean, total)
+
+
+def test_the_graph_of_a_loss_is_read_however_deep_it_is():
+    with tf.Graph().as_default():
+        loss = tf.compat.v1.placeholder("float32", ())
+        total, deep = loss, loss
+        for _ in range(2000):
+            total, deep = total + 1.0, tf.nn.relu(deep)
+        assert own_loss.is_term_of(2.0 * total, loss)
+        assert not own_loss.is_term_of(tf.sqrt(total), loss)
+        assert own_loss.depends_on_data(deep)
+        assert not own_loss.depends_on_data(tf.constant(2.0) * 3.0)
