@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import itertools
 import re
 import weakref
 
@@ -604,9 +605,10 @@ def test_switchings_leak_nothing():
         gc.collect()
         return len(gc.get_objects())
 
-    # Exact: it is the same number after each round.
-    before = switch(4)
-    assert switch(8) == before
+    # Exact: it is the same number after two rounds. What else the process holds may grow
+    # once meanwhile, by a module that is imported; a leak grows in each.
+    counts = [switch(4) for _ in range(4)]
+    assert any(a == b for a, b in itertools.pairwise(counts)), counts
 
 
 def test_what_is_saved_is_the_models_own(tmp_path):
