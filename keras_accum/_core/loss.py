@@ -270,7 +270,7 @@ def warn_of_unsaid(
 
     Args:
         optimizer: of which each thing is said once.
-        kinds: of the Keras losses that were computed since the last `apply`.
+        kinds: of the Keras losses that were differentiated since the last `apply`.
         variables: that are trained.
     """
     if optimizer.reduction == "mean":
@@ -326,21 +326,21 @@ _COUPLED_IN_A_LOOP = (
 )
 _UNSAID = (
     "The weight of a micro-batch is not known: no Keras loss, or more than one, was "
-    "computed since the last `apply`. Each counts as 1, which is the large batch if all "
-    "divide by the same. Else pass what the loss divides by: "
+    "differentiated since the last `apply`. Each counts as 1, which is the large batch if "
+    "all divide by the same. Else pass what the loss divides by: "
     "`optimizer.apply(gradients, variables, weight=...)`."
 )
 _SUM_IN_A_LOOP = (
-    "A Keras loss with `reduction='sum'` was computed since the last `apply`, and this "
+    "A Keras loss with `reduction='sum'` was differentiated since the last `apply`. This "
     "optimizer takes the mean over the micro-batches. For the sum, as the large batch has "
     "it, write `AccumOptimizer(..., reduction='sum')`. If the loss is divided afterwards, "
     "pass by what: `optimizer.apply(gradients, variables, weight=...)`."
 )
 _MEAN_IN_A_LOOP = (
-    "A Keras loss that is a mean was computed since the last `apply`, and this optimizer, "
-    "with `reduction='sum'`, adds up the means of the micro-batches. Give the loss "
-    "`reduction='sum'`; or leave `reduction` out of `AccumOptimizer`, which takes their "
-    "weighted mean. If the loss is multiplied by its samples, it is a sum: say so by "
+    "A Keras loss that is a mean was differentiated since the last `apply`. This "
+    "optimizer, with `reduction='sum'`, adds up the means of the micro-batches. Give the "
+    "loss `reduction='sum'`; or leave `reduction` out of `AccumOptimizer`, which takes "
+    "their weighted mean. If the loss is multiplied by its samples, it is a sum: say so by "
     "`optimizer.apply(gradients, variables, weight=1)`."
 )
 _REGULARIZERS_IN_A_LOOP = (

@@ -393,9 +393,8 @@ class AccumOptimizer(ScalesLoss):
                 that the optimizer was built with.
             weight: scalar, the denominator of the micro-batch's mean loss: its samples,
                 tokens, or sum of sample weights. 0 leaves it out, even if its gradient
-                is NaN. By default that of the Keras loss, or of the `compute_loss`, that
-                was computed since the last `apply`, if there was one; else 1, with a
-                warning.
+                is NaN. By default that of the `compute_loss`, or of the one Keras loss,
+                that was differentiated since the last `apply`; else 1, with a warning.
 
         Raises:
             ValueError: if gradients do not fit the variables, all are None, a variable

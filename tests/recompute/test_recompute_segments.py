@@ -434,7 +434,7 @@ def test_memory_under_xla_grows_with_the_root_of_the_depth(monkeypatch):
     assert assigned(16) / assigned(4) > 3.5
 
 
-def test_tensorflow_57205_a_single_layer_saves_nothing_and_a_block_does():
+def test_tensorflow_57205_a_single_layer_saves_little_and_a_block_does():
     def blocks():
         keras.utils.set_random_seed(3)
         inputs = hidden = keras.Input((128,))
@@ -444,5 +444,5 @@ def test_tensorflow_57205_a_single_layer_saves_nothing_and_a_block_does():
         return keras.Model(inputs, hidden)
 
     plain = peak(blocks, steps=15)
-    assert peak(switched("dense_*", make=blocks), steps=15) > 0.9 * plain
+    assert peak(switched("dense_*", make=blocks), steps=15) > 0.7 * plain
     assert peak(switched("block_*", make=blocks)) < 0.5 * plain

@@ -207,8 +207,8 @@ def test_a_loop_whose_weight_nothing_tells_is_told_once():
     variable = keras.Variable([1.0, 2.0])
     expected = (
         "The weight of a micro-batch is not known: no Keras loss, or more than one, was "
-        "computed since the last `apply`. Each counts as 1, which is the large batch if "
-        "all divide by the same. Else pass what the loss divides by: "
+        "differentiated since the last `apply`. Each counts as 1, which is the large batch "
+        "if all divide by the same. Else pass what the loss divides by: "
         "`optimizer.apply(gradients, variables, weight=...)`."
     )
     with pytest.warns(UserWarning) as caught:

@@ -1,9 +1,9 @@
 """How Keras reduces, adds and tracks losses. It forgets what it divided by.
 
-`Loss.__call__` and `Trainer.compute_loss` have no hook. So eight functions of Keras are
-replaced, by ones that give what they gave, while somebody needs it: inside of a context
-that listens, and for as long as an `AccumOptimizer` that has met a model is alive. After
-that Keras has its own functions again.
+`Loss.__call__` and `Trainer.compute_loss` have no hook. So functions of Keras are replaced,
+by ones that give what they gave, while somebody needs it: inside of a context that
+listens, and for as long as an `AccumOptimizer` that has met a model is alive. After that
+Keras has its own functions again.
 """
 
 import contextlib
@@ -68,23 +68,30 @@ class Differentiated:
     def noted(self, value: tf.Tensor) -> tf.Tensor:
         """`value`, of which that is noted."""
 
-        @tf.custom_gradient
-        def noting(value: tf.Tensor) -> Any:
-            def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                self.upstream = upstream
-                return upstream
+        def gradient(upstream: tf.Tensor) -> list[tf.Tensor]:
+            self.upstream = upstream
+            return [upstream]
 
-            return tf.identity(value), gradient
-
-        return noting(value)
+        # In a graph, `tf.custom_gradient` would keep this, and so the graph, for ever.
+        result = tf.identity(value)
+        record.record_operation("Noted", [result], [value], gradient)
+        return result
 
 
 class _Heard(NamedTuple):
-    """A loss that a tape has recorded, where it is, and whether it was differentiated."""
+    """A loss that a tape has recorded, and whether it was differentiated."""
 
     loss: HeardLoss
-    graph: Any
     differentiated: Differentiated
+
+
+class _HeardLosses(threading.local):
+    """The last losses that a tape recorded with nobody listening.
+
+    Since an optimizer of Keras's was applied, in this thread and in one graph.
+    """
+
+    last: tuple[_Heard, ...] = ()
 
 
 class _Listening(threading.local):
@@ -94,8 +101,6 @@ class _Listening(threading.local):
         listener: gets each reduction; None if nobody listens.
         undivided: means that Keras computes as on one device; None if it divides them.
         is_part: whether losses are those of parts, whose gradients never reach `apply`.
-        heard: the last losses that a tape recorded with nobody listening, since an
-            optimizer of Keras's was applied.
         call: the loss that is being computed, as it was called.
         added: the kinds of what layers add, of which somebody wants to know.
     """
@@ -103,7 +108,6 @@ class _Listening(threading.local):
     listener: Callable[..., Any] | None = None
     undivided: list[Any] | None = None
     is_part = False
-    heard: tuple["_Heard", ...] = ()
     call: LossCall | None = None
     added: list[str] | None = None
 
@@ -131,15 +135,19 @@ def _patch_reductions() -> list[AttributePatch]:
         "scale_loss_for_distribution": _unless_undivided,
         "unscale_loss_for_distribution": _unless_undivided,
     }
-    call, add_loss = keras.losses.Loss.__call__, keras.layers.Layer.add_loss
+    call = keras.losses.Loss.__call__
     return [
         AttributePatch(keras.losses.Loss, "__call__", _noted(call)),
-        AttributePatch(keras.layers.Layer, "add_loss", _hearing(add_loss)),
         *(
             AttributePatch(keras_loss, name, wrap(getattr(keras_loss, name)))
             for name, wrap in wrappers.items()
         ),
     ]
+
+
+def _patch_additions() -> list[AttributePatch]:
+    add_loss = keras.layers.Layer.add_loss
+    return [AttributePatch(keras.layers.Layer, "add_loss", _judging(add_loss))]
 
 
 def _patch_training_losses() -> list[AttributePatch]:
@@ -155,17 +163,19 @@ def _patch_training_losses() -> list[AttributePatch]:
 
 
 _reductions = Installation(_patch_reductions)
+_additions = Installation(_patch_additions)
 _training_losses = Installation(_patch_training_losses)
 
 
 def hear_losses() -> Callable[[], None]:
     """Have `heard_loss` and the observer know of losses; returns what ends it."""
-    _reductions.hold()
-    _training_losses.hold()
+    parts = (_reductions, _additions, _training_losses)
+    for part in parts:
+        part.hold()
 
     def end() -> None:
-        _training_losses.release()
-        _reductions.release()
+        for part in reversed(parts):
+            part.release()
 
     return end
 
@@ -191,8 +201,15 @@ def listen_to_added_losses() -> Iterator[list[str]]:
     A "sum" over samples, a "mean", or "unknown".
     """
     found: list[str] = []
-    with _reductions.held(), _set("added", found):
+    with _additions.held(), _set("added", found):
         yield found
+
+
+@functools.cache
+def tell_activity_losses() -> None:
+    """Have `call_losses` give vectors for activity regularizers that Keras adds up."""
+    if _ACTIVITY_IS_SUM:
+        _additions.hold()
 
 
 def is_listening() -> bool:
@@ -205,52 +222,67 @@ def take_heard_losses() -> list[HeardLoss]:
 
     At most a few; those of other graphs are left out.
     """
-    here = _here()
+    here = _heard_here()
     found = [
-        x.loss._replace(upstream=x.differentiated.upstream)
-        for x in _listening.heard
-        if x.differentiated.upstream is not None and x.graph is here
+        heard.loss._replace(upstream=heard.differentiated.upstream)
+        for heard in here.last
+        if heard.differentiated.upstream is not None
     ]
-    _listening.heard = ()
+    here.last = ()
     return found
 
 
-def _hear(heard: HeardLoss, value: tf.Tensor) -> tf.Tensor:
+def _hear(loss: HeardLoss, value: tf.Tensor) -> tf.Tensor:
     """`value`, from which it is known that its gradient was computed."""
-    entry = _Heard(heard, _here(), Differentiated())
-    _listening.heard = (*_listening.heard[-_MOST_HEARD:], entry)
-    return entry.differentiated.noted(value)
+    heard, here = _Heard(loss, Differentiated()), _heard_here()
+    here.last = (*here.last[-_MOST_HEARD:], heard)
+    return heard.differentiated.noted(value)
 
 
+def _heard_here() -> _HeardLosses:
+    if tf.executing_eagerly():
+        return _heard_eagerly
+    # With the graph, the tensors that are remembered go, and the graph goes with them.
+    graph = tf.compat.v1.get_default_graph()
+    heard: _HeardLosses | None = getattr(graph, "_keras_accum_heard", None)
+    if heard is None:
+        heard = graph._keras_accum_heard = _HeardLosses()
+    return heard
+
+
+_heard_eagerly = _HeardLosses()
 _MOST_HEARD = 15  # As many as layers of a model may add, and some.
 
 
-def _hearing(add_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """`add_loss` of a layer, in a loop of the user's, which may differentiate it."""
+def _judging(add_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """`add_loss` of a layer, which says whether it is a sum over samples."""
 
     @functools.wraps(add_loss)
-    def add_loss_heard(self: Any, loss: Any) -> None:
-        values = keras.tree.flatten(loss)
+    def add_loss_judged(self: Any, loss: Any) -> None:
         of_activity = sys._getframe(1).f_code is _LAYER_CALL
+        values = keras.tree.flatten(loss)
         if not all(isinstance(value, tf.Tensor) for value in values):
             add_loss(self, loss)
             return
         for value in values:
-            sums = value.shape.rank != 0 or (of_activity and _ACTIVITY_IS_SUM)
-            kind = "sum" if sums else "mean" if of_activity else "unknown"
-            if _listening.added is not None:
-                _listening.added.append(kind)
-            if is_listening() or not record.could_possibly_record():
-                if of_activity and _ACTIVITY_IS_SUM:
-                    mark_as_sum(value)
-                add_loss(self, value)
-                continue
-            noted = _hear(HeardLoss(None, None, kind), value)
-            if is_sum(value) or (of_activity and _ACTIVITY_IS_SUM):
-                mark_as_sum(noted)
-            add_loss(self, noted)
+            add_loss(self, _judged(value, of_activity))
 
-    return add_loss_heard
+    return add_loss_judged
+
+
+def _judged(value: tf.Tensor, of_activity: bool) -> tf.Tensor:
+    """What a layer adds, which a loop of the user's may differentiate."""
+    is_a_sum = is_sum(value) or (of_activity and _ACTIVITY_IS_SUM)
+    kind = "mean" if of_activity else "unknown"
+    if is_a_sum or value.shape.rank != 0:
+        kind = "sum"
+    if _listening.added is not None:
+        _listening.added.append(kind)
+    if not is_listening() and record.could_possibly_record():
+        value = _hear(HeardLoss(None, None, kind), value)
+    if is_a_sum:
+        mark_as_sum(value)
+    return value
 
 
 # There, and not in a `call`, Keras adds what an activity regularizer gives.
@@ -265,7 +297,7 @@ def _forgetting(apply: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(apply)
     def apply_and_forget(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _listening.heard = ()
+        _heard_here().last = ()
         return apply(self, *args, **kwargs)
 
     return apply_and_forget
@@ -299,10 +331,6 @@ def _spec_of(value: Any) -> tf.TensorSpec | None:
     if not hasattr(value, "dtype"):
         value = np.asarray(value)
     return tf.TensorSpec(value.shape, value.dtype)
-
-
-def _here() -> Any:
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 @contextlib.contextmanager
@@ -513,22 +541,6 @@ def call_losses_kept(model: keras.Model) -> Iterator[None]:
             layer._losses[:] = added
             layer._loss_ids.clear()
             layer._loss_ids.update(ids)
-
-
-@functools.cache
-def tell_activity_losses() -> None:
-    """Have `call_losses` give vectors for activity regularizers that Keras adds up."""
-    if not _ACTIVITY_IS_SUM:
-        return
-    add_loss = keras.layers.Layer.add_loss
-
-    @functools.wraps(add_loss)
-    def add_and_tell(self: Any, loss: Any) -> None:
-        if sys._getframe(1).f_code is _LAYER_CALL:
-            mark_as_sum(loss)
-        add_loss(self, loss)
-
-    keras.layers.Layer.add_loss = add_and_tell
 
 
 def mark_as_sum(loss: tf.Tensor) -> None:
