@@ -75,8 +75,19 @@ def dense_model(features=5, outputs=3, **options):
     return keras.Model(inputs, keras.layers.Dense(outputs, **options)(hidden))
 
 
-def compile_in(model, mode, optimizer, loss="mse", **options):
-    """Compile `model` to run its steps in `mode`: "eager", "graph" or "xla"."""
+def is_plain(model, optimizer):
+    """Whether nothing of this package accumulates: an oracle, or a control."""
+    ours = isinstance(optimizer, ka.AccumOptimizer) or hasattr(model, "accumulation")
+    return not ours
+
+
+def compile_in(model, mode, optimizer, loss="mse", plain_too=False, **options):
+    """Compile `model` to run its steps in `mode`: "eager", "graph" or "xla".
+
+    Plain Keras runs eagerly, unless `plain_too`: tracing takes longer than a few steps.
+    """
+    if is_plain(model, optimizer) and not plain_too:
+        mode = "eager"
     # Built here: ScheduleFreeAdamW, built by Keras while tracing, starts from zeros.
     optimizer.build(model.trainable_variables)
     model.compile(

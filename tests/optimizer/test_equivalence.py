@@ -145,7 +145,8 @@ def test_a_window_of_one_is_the_inner_optimizer_to_the_bit(mode):
     inner = {"learning_rate": 0.1, "momentum": 0.9, "global_clipnorm": 0.5}
     sizes = [7, 3, 5]
     model = train(ka.AccumOptimizer(keras.optimizers.SGD(**inner), 1), sizes, mode)
-    oracle = train(keras.optimizers.SGD(**inner), sizes, mode)
+    as_it_is = {"plain_too": True}
+    oracle = train(keras.optimizers.SGD(**inner), sizes, mode, compile=as_it_is)
     assert_equal(model.get_weights(), oracle.get_weights())
     assert_equal(slots(model.optimizer), slots(oracle.optimizer))
     assert int(model.optimizer.iterations) == 9
@@ -511,7 +512,7 @@ def test_one_trace_serves_a_whole_fit():
     def count(optimizer):
         inputs = keras.Input((5,))
         model = keras.Model(inputs, keras.layers.Dense(3)(Counting()(inputs)))
-        compile_in(model, "graph", optimizer)
+        compile_in(model, "graph", optimizer, plain_too=True)
         traces.clear()
         x, y = data(26)
         fit(model, x, y, 4, epochs=3)

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import assert_close, assert_differ, compile_in, data, told
+from helpers import assert_close, assert_differ, compile_in, data, is_plain, told
 from keras import layers
 
 import keras_accum as ka
@@ -51,9 +51,10 @@ def train(make, batch, optimizer=None, split=None, loss="mse", weights=None, **o
     model = make()
     if split:
         ka.accumulate(model, **split)
-    model.compile(
-        optimizer or keras.optimizers.SGD(0.1), loss, jit_compile=False, **options
-    )
+    optimizer = optimizer or keras.optimizers.SGD(0.1)
+    if is_plain(model, optimizer):  # Tracing takes longer than its few steps.
+        options["run_eagerly"] = True
+    model.compile(optimizer, loss, jit_compile=False, **options)
     history = model.fit(
         X, Y, batch_size=batch, sample_weight=weights, shuffle=False, verbose=0
     )
