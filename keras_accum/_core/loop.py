@@ -182,11 +182,13 @@ def take(batch: Any, first: Size, size: Size, static: bool = True) -> Any:
             return tf.sparse.slice(
                 tensor, start, tf.concat([[tf.cast(size, "int64")], width[1:]], 0)
             )
-        rest = tf.shape(tensor)[1:]
-        begin = tf.concat([[first], tf.zeros_like(rest)], 0)
-        part = tf.slice(tensor, begin, tf.concat([[size], rest], 0))
+        rest = tensor.shape[1:]
+        known = rest.is_fully_defined()
+        # Not -1, "all": XLA wants to know where they begin, then.
+        sizes = rest if known else tf.unstack(tf.shape(tensor))[1:]
+        part = tf.slice(tensor, [first, *(0 for _ in rest)], [size, *sizes])
         length = size if static and isinstance(size, int) else None
-        return _with_shape(part, [length, *tensor.shape[1:]])
+        return _with_shape(part, [length, *rest])
 
     return tf.nest.map_structure(rows, batch, expand_composites=False)
 
