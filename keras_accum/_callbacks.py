@@ -24,6 +24,7 @@ from ._core.moving_state import (
     are_told,
     describe_moving,
     moving_layers,
+    untold,
 )
 from ._optimizer.find import find_optimizers, has_known_train_step
 from ._optimizer.no_update import (
@@ -273,7 +274,7 @@ class AccumulationMonitor(keras.callbacks.Callback):
         self._watch_if_compiled(has_stepped=True)
         self._batches = batch + 1
         if self._state is not None:
-            self._warn_of_moving(self._state.moved())
+            self._warn_of_moving(untold(self.model, self._state.moved(self.model)))
             self._state = None
         for watched in self._watched.values():
             # Only now is the size of a micro-batch known, and the optimizer built.

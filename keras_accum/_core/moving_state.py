@@ -8,8 +8,11 @@ from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-from .._backend.private.layers import flatten_layers, own_state
+from .._backend import replica
+from .._backend.private.functions import captured
+from .._backend.private.layers import flatten_layers, handles_of, own_state
 from .._backend.warn import is_collecting, warn
 
 
@@ -56,11 +59,10 @@ class StateWatch:
     def __init__(self, model: keras.Model) -> None:
         known = {id(layer) for layer in moving_layers(model)}
         others = [x for x in flatten_layers(model) if id(x) not in known]
-        self._model = model
         self._sums = {id(v): _sums(v) for layer in others for v in own_state(layer)}
 
-    def moved(self) -> list[keras.layers.Layer]:
-        """The layers that have moved, but for those that are known by class."""
+    def moved(self, model: keras.Model) -> list[keras.layers.Layer]:
+        """The layers of `model` that have moved, but for those known by class."""
 
         def has_moved(variable: keras.Variable) -> bool:
             before = self._sums.get(id(variable))
@@ -68,12 +70,41 @@ class StateWatch:
                 before, _sums(variable), equal_nan=True
             )
 
-        return moved_layers(self._model, has_moved)
+        return moved_layers(model, has_moved)
 
 
 def _sums(variable: keras.Variable) -> list[float]:
     values = np.asarray(keras.ops.convert_to_numpy(variable), "float64")
     return [values.sum(), np.square(values).sum()]
+
+
+def layers_that_moved(model: keras.Model) -> list[keras.layers.Layer]:
+    """The layers of `model` whose state its training calls move, as far as is seen here.
+
+    Asked after each call: in a graph, of what it assigns to; in eager mode, of what is
+    otherwise after the second call than after the first.
+    """
+    if not tf.executing_eagerly():
+        operations = tf.compat.v1.get_default_graph().get_operations()
+        assigned = {id(captured(x.inputs[0])) for x in operations if _assigns(x)}
+        return moved_layers(
+            model, lambda v: any(id(h) in assigned for h in handles_of(v))
+        )
+    if model not in _watches and replica.count() == 1:
+        _watches[model] = StateWatch(model)
+    elif (watch := _watches.get(model)) is not None:
+        _watches[model] = None
+        return watch.moved(model)
+    return []
+
+
+# Of models in eager mode, after their first call; None after the second.
+_watches: weakref.WeakKeyDictionary[keras.Model, StateWatch | None]
+_watches = weakref.WeakKeyDictionary()
+
+
+def _assigns(operation: tf.Operation) -> bool:
+    return operation.type.startswith(("Assign", "ResourceScatter"))
 
 
 def describe_moving(layers: Sequence[keras.layers.Layer]) -> str:
@@ -103,12 +134,18 @@ def warn_of_moved(model: keras.Model, scope: keras.StatelessScope) -> None:
 
 def warn_of_moving(model: keras.Model, layers: Sequence[keras.layers.Layer]) -> None:
     """Warn of `layers` of `model`, of each of them once."""
-    told = _told.get(model, ())
-    new = [layer for layer in layers if layer not in told]
-    if new:
+    if new := untold(model, layers):
         if not is_collecting():
             are_told(model, new)
         warn(describe_moving(new))
+
+
+def untold(
+    model: keras.Model, layers: Sequence[keras.layers.Layer]
+) -> list[keras.layers.Layer]:
+    """Those of `layers` that the user has not been told of, each once."""
+    told = _told.get(model, ())
+    return [layer for layer in dict.fromkeys(layers) if layer not in told]
 
 
 def are_told(model: keras.Model, layers: Sequence[keras.layers.Layer]) -> None:

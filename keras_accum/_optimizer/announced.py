@@ -26,7 +26,7 @@ from .._core.loss import (
     optimizer_weight,
     warn_of_coupled,
 )
-from .._core.moving_state import moving_layers, warn_of_moving
+from .._core.moving_state import layers_that_moved, moving_layers, warn_of_moving
 from .._core.own_loss import couples_samples, what_is_known
 from .._core.regularizers import is_regularized, regularizers_times
 from .accumulator import Weight
@@ -48,7 +48,7 @@ def announce_weight(
         return compute()
     build_compiled(model, *arguments)
     if optimizer.accum_steps != 1 and not is_a_part():
-        warn_of_moving(model, moving_layers(model))
+        warn_of_moving(model, [*moving_layers(model), *layers_that_moved(model)])
     loss, weight = _weighted(model, optimizer, arguments, compute)
     # Data that have ended leave no loss, and must leave no weight.
     with tf.control_dependencies([] if tf.executing_eagerly() else [loss]):

@@ -163,6 +163,9 @@ def test_an_optimizer_that_accumulates_names_them_too(mode):
     expected = MOVES.format("1 layer", "bn (BatchNormalization)") + OF_BATCHES
     assert said(normalizes()) == [expected]
     assert said(normalizes(), accum_steps=1) == []
+    moves = MOVES.format("1 layer", "codes (Codebook)")
+    assert said(Table(), Codebook(name="codes")) == [moves]
+    assert said(Codebook(), accum_steps=1) == []
     frozen = normalizes()
     frozen.trainable = False
     assert said(frozen, ka.AccumBatchNormalization(), keras.layers.Dropout(0.5)) == []
