@@ -74,7 +74,8 @@ def check_gradients(
     """Refuse a list of gradients that does not fit its list of variables.
 
     Raises:
-        ValueError: if the lengths differ, a shape differs, or every gradient is None.
+        ValueError: if the lengths differ, a shape differs, a variable comes twice, or
+            every gradient is None.
     """
     if len(gradients) != len(variables):
         raise ValueError(
@@ -91,6 +92,14 @@ def check_gradients(
                 f"'{name_of(variable)}' of shape {tuple(variable.shape)}. Shapes must be "
                 "equal: pass gradients in the order of their variables."
             )
+    seen: set[int] = set()
+    for variable in variables:
+        if id(variable) in seen:
+            raise ValueError(
+                f"Received the variable '{name_of(variable)}' twice. Add its gradients up, "
+                "and pass it once."
+            )
+        seen.add(id(variable))
     if all(gradient is None for gradient in gradients):
         raise ValueError(
             "No gradients provided for any variable. Every gradient received is None: "

@@ -66,6 +66,12 @@ class Split:
         # Without samples of its own, the second group has no micro-batches either.
         return [(rest, size + 1), (_if_any(size, steps - rest), size)]
 
+    def is_even(self, rows: Size) -> bool:
+        """Whether `rows` samples are known to make micro-batches of one size."""
+        if not isinstance(rows, int):
+            return False
+        return sum(count > 0 for count, _ in self.groups(rows)) == 1
+
 
 _CONVOLUTIONS = tuple(c for name, c in vars(keras.layers).items() if "Conv" in name)
 

@@ -128,6 +128,29 @@ def describe_optimizer(optimizer: keras.optimizers.Optimizer) -> str:
     return f"{name}({', '.join(parts)})" if parts else name
 
 
+def check_scaler(scaler: LossScaleOptimizer) -> None:
+    """Refuse a LossScaleOptimizer with code of the user's, which would not run."""
+    own = [
+        f"`{name}`"
+        for name in ("apply", "apply_gradients", "scale_loss")
+        if _overrides(scaler, name, LossScaleOptimizer)
+    ]
+    if own:
+        raise ValueError(
+            "`AccumOptimizer` scales the loss itself, and takes the settings of a "
+            f"LossScaleOptimizer over, not its code. Received: {type(scaler).__name__}, "
+            f"which overrides {', '.join(own)}. Override `apply` of the optimizer inside; "
+            "or use `accumulate(model, ...)`, which takes any optimizer."
+        )
+
+
+def _overrides(optimizer: Any, name: str, base: type) -> bool:
+    """Whether the class of an optimizer, or itself, has another method than `base`."""
+    return name in vars(optimizer) or getattr(type(optimizer), name) is not getattr(
+        base, name
+    )
+
+
 def check_inner(inner: keras.optimizers.Optimizer) -> None:
     """Refuse an optimizer that accumulates or scales the loss itself, or holds one."""
     for part in parts_of(inner):
@@ -136,6 +159,13 @@ def check_inner(inner: keras.optimizers.Optimizer) -> None:
                 f"Received a {type(part).__name__} inside of another wrapper. One "
                 "wrapper accumulates and scales the loss: pass the innermost optimizer "
                 "to it, `AccumOptimizer(inner, accum_steps=...)`."
+            )
+        if _overrides(part, "scale_loss", keras.optimizers.Optimizer):
+            raise ValueError(
+                "`AccumOptimizer` scales the loss itself. Received: "
+                f"{type(part).__name__}, which overrides `scale_loss`. Pass a "
+                "`keras.optimizers.LossScaleOptimizer`; or use `accumulate(model, ...)`, "
+                "which takes any optimizer."
             )
         if part.gradient_accumulation_steps:
             raise ValueError(

@@ -1,5 +1,6 @@
 """The inner optimizer's step on replicas, where Keras would reduce and average itself."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,15 +17,14 @@ def apply_reduced(
     gradients: Sequence[tf.Tensor | None],
     variables: Sequence[keras.Variable],
 ) -> None:
-    """`optimizer.apply`, on each replica, for gradients that are reduced already.
+    """A step of `optimizer`, on each replica, for gradients that are reduced already.
 
     `overwrite_by_averages` has to follow, for all replicas together.
     """
-    if not replica.distributed():
-        optimizer.apply(gradients, variables)
-        return
-    with replicas_left_to_caller(optimizer):
-        optimizer.apply(gradients, variables)
+    apart = replica.distributed()
+    with replicas_left_to_caller(optimizer) if apart else contextlib.nullcontext():
+        # As `fit` does: a user may have overridden this, or `apply`, which it calls.
+        optimizer.apply_gradients(list(zip(gradients, variables)))
 
 
 def overwrite_by_averages(optimizer: keras.optimizers.Optimizer) -> None:

@@ -48,6 +48,7 @@ from .arguments import (
     check_dtype,
     check_inner,
     check_nonfinite,
+    check_scaler,
     check_weight,
     describe_optimizer,
     resolve_optimizer,
@@ -185,6 +186,7 @@ class AccumOptimizer(ScalesLoss):
         scaler = None
         if isinstance(inner, LossScaleOptimizer) and not isinstance(inner, type(self)):
             scaler, inner = inner, inner.inner_optimizer
+            check_scaler(scaler)
         check_inner(inner)
         check_clipping(inner, adaptive_clip_factor)
         static_scale = None if scaler is not None else inner.loss_scale_factor

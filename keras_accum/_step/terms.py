@@ -47,10 +47,14 @@ class Found(NamedTuple):
     Attributes:
         terms: of its loss; without tensors.
         scalar_metrics: names of metrics that reduce a batch to one number.
+        scalar_means: names of means that a call, or the loss, gives one number.
+        lost_logs: names that `compute_metrics` returns, of no metric of the model.
     """
 
     terms: Terms
     scalar_metrics: tuple[str, ...]
+    scalar_means: tuple[str, ...]
+    lost_logs: tuple[str, ...]
 
 
 def loss_weight_function(model: keras.Model) -> Any:
@@ -148,14 +152,33 @@ def _computed(model: keras.Model, micro_batch: Any, samples: int | None) -> Foun
         with listen_to_reductions(note):
             total = compute_loss(model, x, y, y_pred, sample_weight)
         added = call_losses(model)
+        means = [m.name for m in model.metrics if _is_given_one_number(m, scope)]
         with scalar_metrics(model, samples) as scalars:
-            model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        lost = lost_logs(model, logs)
     known = Understanding(frozenset(range(len(compiled))), True)
     if loss_weight_function(model) is None:
         arguments = (x, y, y_pred, sample_weight)
         known = what_is_known(model, arguments, compiled, (total, reduced, added))
     kinds = tuple(tf.TensorSpec(value.shape, value.dtype) for value in added)
-    return Found(Terms(tuple(compiled), kinds, *known), tuple(scalars))
+    terms = Terms(tuple(compiled), kinds, *known)
+    return Found(terms, tuple(scalars), tuple(dict.fromkeys(means)), lost)
+
+
+def _is_given_one_number(metric: Any, scope: keras.StatelessScope) -> bool:
+    """Whether a mean has counted 1, not the samples, when the model was called."""
+    if not isinstance(metric, keras.metrics.Mean):
+        return False
+    count = scope.get_current_value(metric.count)
+    if not tf.is_symbolic_tensor(count) or not count.op.type.startswith("Add"):
+        return False
+    return any(tf.get_static_value(added) == 1.0 for added in count.op.inputs)
+
+
+def lost_logs(model: keras.Model, logs: Any) -> tuple[str, ...]:
+    """The names in what `compute_metrics` has returned that are of no metric."""
+    known = model.get_metrics_result()
+    return tuple(n for n in logs if n not in known) if isinstance(logs, dict) else ()
 
 
 def accumulates(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -193,6 +216,27 @@ def warn_of_scalar_metrics(
         f"The metric {', '.join(map(repr, names))} returns one number for a batch. It is "
         f"computed for each {part}, and the mean of those is shown, not the value of "
         f"the batch. {way_out}.",
+        about=model,
+    )
+
+
+def warn_of_scalar_means(model: keras.Model, names: Sequence[str]) -> None:
+    """Say which means count a micro-batch of one sample as much as one of a hundred."""
+    warn(
+        f"The metric {', '.join(map(repr, names))} is given one number for each "
+        "micro-batch, in `call` or `compute_loss`. Where these differ in size, the mean of "
+        "those is not that of the batch. Give `update_state` one value per sample; or pass "
+        "`sample_weight=`, the number of samples.",
+        about=model,
+    )
+
+
+def warn_of_lost_logs(model: keras.Model, names: Sequence[str]) -> None:
+    """Say what `compute_metrics` returns in vain."""
+    warn(
+        f"`compute_metrics` of this model returns {', '.join(map(repr, names))}, which is "
+        "no metric of the model: a step that accumulates does not show it. Keep it in a "
+        "`keras.metrics.Metric` that the model has.",
         about=model,
     )
 

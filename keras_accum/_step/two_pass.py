@@ -48,6 +48,8 @@ from .terms import (
     check_terms,
     find,
     loss_weight_function,
+    lost_logs,
+    warn_of_lost_logs,
     warn_of_scalar_metrics,
 )
 
@@ -147,7 +149,9 @@ def _compute_metrics(
 ) -> None:
     """Update the metrics, each replica by its own samples: Keras adds replicas up."""
     with scalar_metrics(model, tf.nest.flatten(y_pred)[0].shape[0]) as names:
-        model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+    if lost := lost_logs(model, logs):
+        warn_of_lost_logs(model, lost)
     if names and replica.count() > 1:
         warn_of_scalar_metrics(model, names, two_pass=True)
 

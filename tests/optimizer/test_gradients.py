@@ -646,6 +646,20 @@ def test_a_refused_weight_leaves_an_optimizer_unbuilt():
 
 # --- gradients that do not fit
 
+
+def test_a_variable_that_comes_twice_is_refused():
+    weight = variable(1.0, 2.0, name="weight")
+    optimizer = ka.AccumOptimizer(keras.optimizers.SGD(0.1), 2)
+    optimizer.build([weight])
+    grads = [tf.constant([1.0, 1.0])] * 2
+    refused(
+        optimizer,
+        [weight],
+        lambda: optimizer.apply(grads, [weight, weight]),
+        "Received the variable 'weight' twice. Add its gradients up, and pass it once.",
+    )
+
+
 ALL_NONE = (
     "No gradients provided for any variable. Every gradient received is None: the loss "
     "does not depend on the variables, or was computed outside of the `tf.GradientTape`."

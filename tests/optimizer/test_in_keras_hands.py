@@ -7,7 +7,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import assert_close, assert_differ, assert_equal, data, dense_model, told
+from helpers import (
+    assert_close,
+    assert_differ,
+    assert_equal,
+    assert_refused,
+    data,
+    dense_model,
+    told,
+)
 
 import keras_accum as ka
 
@@ -15,12 +23,19 @@ FUNCTIONS = """
 import gc
 import keras
 from keras.src.losses import loss
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.trainer import Trainer
 
 def functions():
     named = ("reduce_weighted_values", "scale_loss_for_distribution")
-    methods = ("compute_loss", "_compute_loss")
-    return [*[vars(loss)[n] for n in named], *[vars(Trainer)[n] for n in methods]]
+    methods = (
+        (Trainer, "compute_loss"),
+        (Trainer, "_compute_loss"),
+        (keras.losses.Loss, "__call__"),
+        (keras.layers.Layer, "add_loss"),
+        (BaseOptimizer, "apply"),
+    )
+    return [*[vars(loss)[n] for n in named], *[vars(c)[n] for c, n in methods]]
 
 before = functions()
 import keras_accum as ka
@@ -262,3 +277,73 @@ def test_the_scale_settles_where_the_large_batchs_does():
     scales = [float(m.optimizer.dynamic_scale) for m in (large, small)]
     assert scales[0] == scales[1] < 2**15
     assert_close(small.get_weights(), large.get_weights(), 5e-3)
+
+
+# --- Optimizers of the user's.
+
+
+class Clips(keras.optimizers.SGD):
+    """As old optimizers do it: `fit` calls this, and it calls `apply`."""
+
+    def apply_gradients(self, grads_and_vars):
+        pairs = [(keras.ops.clip(g, -0.01, 0.01), v) for g, v in grads_and_vars]
+        return super().apply_gradients(pairs)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("route", ["optimizer", "step"])
+def test_gradients_are_applied_by_a_method_of_the_users(route, mode):
+    x, y = data(12)
+
+    def train(optimizer, batch_size, **split):
+        model = dense_model()
+        if split:
+            ka.accumulate(model, **split)
+        model.compile(optimizer, "mse", run_eagerly=mode == "eager", jit_compile=False)
+        model.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    expected = train(Clips(0.3), 12)
+    if route == "step":
+        found = train(Clips(0.3), 12, micro_batch_size=5)
+    else:
+        found = train(ka.AccumOptimizer(Clips(0.3), 3), 4)
+    assert_close(found, expected)
+    assert_differ(train(keras.optimizers.SGD(0.3), 12), expected)
+
+
+class Scales(keras.optimizers.SGD):
+    def scale_loss(self, loss):
+        return 128.0 * loss
+
+    def apply(self, grads, trainable_variables=None):
+        return super().apply([g / 128.0 for g in grads], trainable_variables)
+
+
+class Halves(keras.optimizers.LossScaleOptimizer):
+    def apply(self, grads, trainable_variables=None):
+        return super().apply([0.5 * g for g in grads], trainable_variables)
+
+
+class OnlyNamed(keras.optimizers.LossScaleOptimizer):
+    """Has no code of its own."""
+
+
+def test_a_scaling_of_the_users_own_is_refused():
+    for part in (Scales(), keras.optimizers.LossScaleOptimizer(Scales())):
+        assert_refused(
+            lambda part=part: ka.AccumOptimizer(part, 2),
+            ValueError,
+            "`AccumOptimizer` scales the loss itself. Received: Scales, which overrides "
+            "`scale_loss`. Pass a `keras.optimizers.LossScaleOptimizer`; or use "
+            "`accumulate(model, ...)`, which takes any optimizer.",
+        )
+    assert_refused(
+        lambda: ka.AccumOptimizer(Halves(keras.optimizers.SGD()), 2),
+        ValueError,
+        "`AccumOptimizer` scales the loss itself, and takes the settings of a "
+        "LossScaleOptimizer over, not its code. Received: Halves, which overrides "
+        "`apply`. Override `apply` of the optimizer inside; or use `accumulate(model, "
+        "...)`, which takes any optimizer.",
+    )
+    ka.AccumOptimizer(OnlyNamed(keras.optimizers.SGD()), 2)

@@ -4,6 +4,8 @@ The oracle is the large batch in plain Keras; the control, that the mean of micr
 means differs.
 """
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -423,6 +425,61 @@ def test_a_metric_of_the_whole_batch_is_named():
     whole = run(SPLITS["two passes"])
     assert_close(whole, run({"micro_batch_size": 13}))
     assert_differ(split, whole, by=1e-4)
+
+
+class Watched(layers.Layer):
+    """Logs a mean: of one number for each call, or of one for each sample."""
+
+    def __init__(self, axis):
+        super().__init__()
+        self.mean, self.axis = keras.metrics.Mean("size"), axis
+
+    def call(self, inputs):
+        self.mean.update_state(keras.ops.mean(keras.ops.abs(inputs), self.axis))
+        return inputs
+
+
+def test_a_mean_of_one_number_for_each_micro_batch_is_named():
+    def run(axis, size):
+        model = ka.accumulate(stack(Watched(axis)), micro_batch_size=size)
+        model.compile("sgd", "mse", jit_compile=False)
+        return model.train_on_batch(X, Y, return_dict=True)["size"]
+
+    with pytest.warns(UserWarning) as caught:
+        split = run(None, 5)
+    assert told(caught) == [
+        "The metric 'size' is given one number for each micro-batch, in `call` or "
+        "`compute_loss`. Where these differ in size, the mean of those is not that of "
+        "the batch. Give `update_state` one value per sample; or pass `sample_weight=`, "
+        "the number of samples."
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        whole = run(None, 13)
+        assert_close(run(-1, 5), whole)
+    assert_differ(split, whole, by=1e-4)
+
+
+@pytest.mark.parametrize("split", ["step", "two passes"])
+def test_logs_that_are_no_metric_are_named(split):
+    class Logs(keras.Sequential):
+        def compute_metrics(self, x, y, y_pred, sample_weight=None):
+            logs = super().compute_metrics(x, y, y_pred, sample_weight)
+            return {**logs, "most": keras.ops.max(y_pred)}
+
+    keras.utils.set_random_seed(1)
+    model = Logs([keras.Input((5,)), layers.Dense(3)])
+    ka.accumulate(model, **SPLITS[split])
+    model.compile("sgd", "mse", jit_compile=False)
+    with pytest.warns(UserWarning) as caught:
+        logs = model.train_on_batch(X, Y, return_dict=True)
+        model.train_on_batch(X, Y)
+    assert list(logs) == ["loss"]
+    assert told(caught) == [
+        "`compute_metrics` of this model returns 'most', which is no metric of the model: "
+        "a step that accumulates does not show it. Keep it in a `keras.metrics.Metric` "
+        "that the model has."
+    ]
 
 
 def test_windows_of_unlike_lengths_weigh_by_their_tokens():
