@@ -3,6 +3,7 @@
     python tests/matrix.py                      # all pairs; writes docs/versions.md
     python tests/matrix.py 2.18 3.10            # one of them, as CI does
     python tests/matrix.py --folder ~/versions  # keep the environments there
+    python3.13 tests/matrix.py 2.21 3.15 --add  # another Python; adds a row to the table
 
 Each pair gets an environment of its own, with `tensorflow-cpu`. What an older Keras does
 not have is skipped, with the reason.
@@ -154,6 +155,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pair", nargs="*", help="TensorFlow's version, and Keras's")
     parser.add_argument("--folder", type=pathlib.Path)
+    parser.add_argument("--add", action="store_true", help="write the row of one pair")
     given = parser.parse_args()
     if len(given.pair) not in (0, 2):
         parser.error("give two versions, or none")
@@ -165,10 +167,19 @@ def main():
             rows.append(row)
             fine &= passed
             print(row, flush=True)
-    if not given.pair:
-        (ROOT / "docs").mkdir(exist_ok=True)
-        (ROOT / "docs" / "versions.md").write_text(INTRODUCTION + "".join(rows))
+    if given.add or not given.pair:
+        write(rows, keep=given.add)
     sys.exit(not fine)
+
+
+def write(rows, keep):
+    """Write the table, with the other rows of the one that is there if they `keep`."""
+    table = ROOT / "docs" / "versions.md"
+    new = {row.rpartition("|")[0].rpartition("|")[0]: row for row in rows}
+    if keep:
+        old = table.read_text().removeprefix(INTRODUCTION).splitlines(keepends=True)
+        new = {row.rpartition("|")[0].rpartition("|")[0]: row for row in old} | new
+    table.write_text(INTRODUCTION + "".join(row for _, row in sorted(new.items())))
 
 
 if __name__ == "__main__":
