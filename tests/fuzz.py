@@ -285,8 +285,13 @@ def _weight_by_hand(c, y, weight):
     if c.reduction == "sum":
         return None
     if c.reduction == "mean_with_sample_weight" and weight is not None:
-        return tf.reduce_sum(weight)
+        return _sum_of(weight)
     return tf.cast(tf.shape(y)[0], "float32")
+
+
+def _sum_of(weight):
+    """As Keras adds weights up: in the dtype of the loss."""
+    return tf.reduce_sum(tf.cast(weight, keras.config.floatx()))
 
 
 def _gradients_step(c, model, optimizer, batch):
@@ -294,7 +299,7 @@ def _gradients_step(c, model, optimizer, batch):
         x, y, weight = keras.utils.unpack_x_y_sample_weight(part)
         loss = model.compute_loss(x, y, model(x, training=True), weight)
         if c.reduction == "mean_with_sample_weight" and weight is not None:
-            return loss, tf.reduce_sum(weight)
+            return loss, _sum_of(weight)
         return loss
 
     _, gradients = ka.accumulate_gradients(
