@@ -44,4 +44,13 @@ REASONS = (
         r"trainer_test.*test_fit_sparse",
         "asserts that updates are sparse; the sum of a window is dense",
     ),
+    (
+        r"trainer_test.*(test_evaluate_with_custom_test_step|test_fit_with_custom_train_step"
+        r"|test_retracing)",
+        "trains a model with a `train_step` of its own, which the step refuses",
+    ),
+    (
+        r"trainer_test.*test_loss_scaling_prevents_underflow",
+        "has a model with an attribute `layers`, which `keras.Model` reserves",
+    ),
 )
