@@ -9,8 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from .._backend.attribute_patch import AttributePatch
+from .._backend.kept_tensors import KeptTensors
 from .._backend.private.functions import captured
-from .._backend.private.layers import attributes_without_losses, handles_of, is_watched
+from .._backend.private.layers import handles_of, is_watched
 from .._backend.private.tapes import could_record, is_recorded
 from .nest import Nest
 from .passes import Pass
@@ -103,29 +104,17 @@ class CacheCheck:
     """Refuses a block whose layers keep a tensor of their call in an attribute."""
 
     def __init__(self, block: Any) -> None:
-        self._block = block
-        self._before = list(self._tensors())  # Referenced, so that their ids stay.
+        self._block, self._kept = block, KeptTensors(block.layers)
 
     def check(self) -> None:
         """Compare, after the call."""
-        known = {id(tensor) for _, _, tensor in self._before}
-        for layer, name, tensor in self._tensors():
-            if id(tensor) not in known:
-                raise ValueError(
-                    f"'{self._block.name}' keeps a tensor of its call in "
-                    f"`{layer.name}.{name}`. The second pass would replace it. Return it "
-                    "from the call and pass it in at the next one, or keep it in a "
-                    "non-trainable weight."
-                )
-
-    def _tensors(self) -> Iterator[tuple[keras.layers.Layer, str, tf.Tensor]]:
-        for layer in self._block.layers:
-            for name, value in attributes_without_losses(layer).items():
-                values = value.values() if isinstance(value, dict) else value
-                several = isinstance(value, (dict, list, tuple))
-                for item in values if several else [value]:
-                    if isinstance(item, tf.Tensor):
-                        yield layer, name, item
+        for layer, name in self._kept.new():
+            raise ValueError(
+                f"'{self._block.name}' keeps a tensor of its call in "
+                f"`{layer.name}.{name}`. The second pass would replace it. Return it from "
+                "the call and pass it in at the next one, or keep it in a non-trainable "
+                "weight."
+            )
 
 
 class OperationCheck:

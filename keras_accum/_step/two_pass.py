@@ -24,7 +24,13 @@ import keras
 import tensorflow as tf
 
 from .._backend import replica
-from .._backend.private.layers import call, keras_mask, with_keras_mask
+from .._backend.kept_tensors import KeptTensors
+from .._backend.private.layers import (
+    call,
+    flatten_layers,
+    keras_mask,
+    with_keras_mask,
+)
 from .._backend.private.losses import (
     call_losses,
     compute_loss,
@@ -65,6 +71,7 @@ def accumulate_coupled(
     x, y, sample_weight = batch
     variables, replicas = model.trainable_weights, replica.count()
     optimizer = model.optimizer
+    kept = KeptTensors(flatten_layers(model))
     y_pred, sums, kinds = predict(model, x, split, jit_compile)
     seen = _of_all_replicas(model, x, y, y_pred, sample_weight)
     outputs = tf.nest.flatten(seen[2])
@@ -92,13 +99,15 @@ def accumulate_coupled(
             keras.layers.Layer.add_loss(model, tf.cast(value, wide))
         once = tf.cast(optimizer.is_first, dtype) if adds_up(optimizer) else None
         # Nobody else is to listen: this is no micro-batch.
-        with listen_to_reductions(note), regularizers_times(model, once):
+        once_each = regularizers_times(model, once)
+        with listen_to_reductions(note), once_each, kept.out_of_reach():
             loss = compute_loss(model, *seen)
         target = optimizer.scale_loss(loss)
     forget_call_losses(model)
     values = [v.value for v in variables]
     cotangents, factors, direct = tape.gradient(target, (outputs, added, values))
-    _compute_metrics(model, x, y, y_pred, sample_weight)
+    with kept.out_of_reach():
+        _compute_metrics(model, x, y, y_pred, sample_weight)
     cotangents = take(cotangents, replica.first_row(own_rows), own_rows)
 
     def loss_of(micro_batch: Any, micro_rows: tf.Tensor) -> Any:

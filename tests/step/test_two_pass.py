@@ -628,3 +628,47 @@ def test_an_output_that_the_loss_does_not_use_is_left_alone():
     options = lambda: {"loss": {"rank": ranking, "unused": None}}  # noqa: E731
     with pytest.warns(UserWarning, match="Gradients do not exist"):
         check(make, (x, targets), "graph", options, control=False)
+
+
+class KeepsCode(keras.Model):
+    """Keeps a tensor of its call; `penalty` of it is in the loss."""
+
+    def __init__(self, penalty):
+        super().__init__(name="keeps_code")
+        self.inner, self.outer = keras.layers.Dense(4), keras.layers.Dense(3)
+        self.penalty = penalty
+
+    def call(self, inputs):
+        self.code = self.inner(inputs)
+        return self.outer(self.code)
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        if self.penalty:
+            loss += self.penalty * keras.ops.mean(keras.ops.square(self.code))
+        return loss
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_what_a_call_keeps_cannot_be_in_the_loss(mode):
+    def make(penalty):
+        keras.utils.set_random_seed(1)
+        model = KeepsCode(penalty)
+        model(arrays[0])
+        return model
+
+    arrays = data(11)
+    with pytest.raises(ValueError) as caught:
+        train_twice(lambda: make(0.5), arrays, mode, STEPS, two_pass=True)
+    assert str(caught.value) == (
+        "The call of this model keeps tensors in `keeps_code.code`. With `two_pass=True` "
+        "the loss and the metrics see the whole batch, and these tensors are of one "
+        "micro-batch: they are None there. Return them from `call`, with the predictions; "
+        "or leave `two_pass` out."
+    )
+    # Who keeps it for others may do so.
+    found = train_twice(lambda: make(0.0), arrays, mode, STEPS, two_pass=True)
+    expected = train_twice(lambda: make(0.0), arrays)
+    assert_same_step(found, expected)
+    other, _ = train_twice(lambda: make(0.5), arrays)
+    assert_differ(other.get_weights(), expected[0].get_weights())
