@@ -23,7 +23,6 @@ from .._backend.private.fits import hear_fits, observe_fits
 from .._backend.private.losses import (
     hear_losses,
     observe_training_losses,
-    tell_activity_losses,
 )
 from .._backend.private.optimizers import (
     compiling,
@@ -177,7 +176,6 @@ class AccumOptimizer(ScalesLoss):
         name: str | None = None,
     ) -> None:
         canaries.check()
-        tell_activity_losses()
         inner = resolve_optimizer(inner_optimizer)
         accum_steps = check_accum_steps(accum_steps)
         check_option("reduction", reduction, REDUCTIONS)
