@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from .._backend import replica
@@ -47,7 +48,7 @@ class Found(NamedTuple):
     Attributes:
         terms: of its loss; without tensors.
         scalar_metrics: names of metrics that reduce a batch to one number.
-        scalar_means: names of means that a call, or the loss, gives one number.
+        scalar_means: names of further metrics that count a batch, whatever it holds, as 1.
         lost_logs: names that `compute_metrics` returns, of no metric of the model.
     """
 
@@ -152,27 +153,29 @@ def _computed(model: keras.Model, micro_batch: Any, samples: int | None) -> Foun
         with listen_to_reductions(note):
             total = compute_loss(model, x, y, y_pred, sample_weight)
         added = call_losses(model)
-        means = [m.name for m in model.metrics if _is_given_one_number(m, scope)]
         with scalar_metrics(model, samples) as scalars:
             logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         lost = lost_logs(model, logs)
+        each = [m for held in model.metrics for m in getattr(held, "metrics", [held])]
+        ones = dict.fromkeys(m.name for m in each if _counts_one(m, scope))
     known = Understanding(frozenset(range(len(compiled))), True)
     if loss_weight_function(model) is None:
         arguments = (x, y, y_pred, sample_weight)
         known = what_is_known(model, arguments, compiled, (total, reduced, added))
     kinds = tuple(tf.TensorSpec(value.shape, value.dtype) for value in added)
     terms = Terms(tuple(compiled), kinds, *known)
-    return Found(terms, tuple(scalars), tuple(dict.fromkeys(means)), lost)
+    return Found(terms, tuple(scalars), tuple(n for n in ones if n not in scalars), lost)
 
 
-def _is_given_one_number(metric: Any, scope: keras.StatelessScope) -> bool:
-    """Whether a mean has counted 1, not the samples, when the model was called."""
-    if not isinstance(metric, keras.metrics.Mean):
-        return False
-    count = scope.get_current_value(metric.count)
-    if not tf.is_symbolic_tensor(count) or not count.op.type.startswith("Add"):
-        return False
-    return any(tf.get_static_value(added) == 1.0 for added in count.op.inputs)
+def _counts_one(metric: keras.metrics.Metric, scope: keras.StatelessScope) -> bool:
+    """Whether a metric has counted 1 for all of a batch, which has more samples."""
+    for variable in metric.variables:
+        value = scope.get_current_value(variable)
+        if tf.is_symbolic_tensor(value) and value.op.type.startswith("Add"):
+            added = map(tf.get_static_value, value.op.inputs)
+            if any(each is not None and np.all(each == 1.0) for each in added):
+                return True
+    return False
 
 
 def lost_logs(model: keras.Model, logs: Any) -> tuple[str, ...]:
@@ -223,10 +226,10 @@ def warn_of_scalar_metrics(
 def warn_of_scalar_means(model: keras.Model, names: Sequence[str]) -> None:
     """Say which means count a micro-batch of one sample as much as one of a hundred."""
     warn(
-        f"The metric {', '.join(map(repr, names))} is given one number for each "
-        "micro-batch, in `call` or `compute_loss`. Where these differ in size, the mean of "
-        "those is not that of the batch. Give `update_state` one value per sample; or pass "
-        "`sample_weight=`, the number of samples.",
+        f"The metric {', '.join(map(repr, names))} counts each micro-batch as 1, as "
+        "`keras.metrics.Mean` does when it is given one number. The mean of micro-batches "
+        "is shown, not the value of the batch. Give `update_state` one value per sample; "
+        "or pass `sample_weight=`, the number of samples.",
         about=model,
     )
 

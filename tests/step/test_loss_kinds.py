@@ -427,6 +427,14 @@ def test_a_metric_of_the_whole_batch_is_named():
     assert_differ(split, whole, by=1e-4)
 
 
+COUNTS_ONE = (
+    "The metric '{}' counts each micro-batch as 1, as `keras.metrics.Mean` does when it "
+    "is given one number. The mean of micro-batches is shown, not the value of the "
+    "batch. Give `update_state` one value per sample; or pass `sample_weight=`, the "
+    "number of samples."
+)
+
+
 class Watched(layers.Layer):
     """Logs a mean: of one number for each call, or of one for each sample."""
 
@@ -447,17 +455,41 @@ def test_a_mean_of_one_number_for_each_micro_batch_is_named():
 
     with pytest.warns(UserWarning) as caught:
         split = run(None, 5)
-    assert told(caught) == [
-        "The metric 'size' is given one number for each micro-batch, in `call` or "
-        "`compute_loss`. Where these differ in size, the mean of those is not that of "
-        "the batch. Give `update_state` one value per sample; or pass `sample_weight=`, "
-        "the number of samples."
-    ]
+    assert told(caught) == [COUNTS_ONE.format("size")]
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         whole = run(None, 13)
         assert_close(run(-1, 5), whole)
     assert_differ(split, whole, by=1e-4)
+
+
+class Root(keras.metrics.Metric):
+    """The mean of the roots of batches."""
+
+    def __init__(self):
+        super().__init__(name="root")
+        self.total = self.add_weight(initializer="zeros", name="total")
+        self.count = self.add_weight(initializer="zeros", name="count")
+
+    def update_state(self, y, y_pred, sample_weight=None):
+        error = keras.ops.mean(keras.ops.square(y - y_pred))
+        self.total.assign_add(keras.ops.sqrt(error))
+        self.count.assign_add(1.0)
+
+    def result(self):
+        return self.total / self.count
+
+
+def test_a_metric_that_counts_batches_is_named(recwarn):
+    def run(metrics):
+        model = ka.accumulate(stack(), micro_batch_size=5)
+        model.compile("sgd", "mse", metrics=metrics, jit_compile=False)
+        model.train_on_batch(X, Y)
+        return told(recwarn.list)
+
+    metrics = keras.metrics
+    assert run([metrics.MeanSquaredError(), metrics.R2Score(), metrics.AUC()]) == []
+    assert run([Root()]) == [COUNTS_ONE.format("root")]
 
 
 @pytest.mark.parametrize("split", ["step", "two passes"])

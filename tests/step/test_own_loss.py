@@ -360,6 +360,25 @@ def test_a_compiled_loss_of_samples_is_exact(make, route, recwarn):
     assert told(recwarn) == []
 
 
+class OfPositive(keras.losses.Loss):
+    """Of one output a sample: a part of a batch may have nothing to divide by."""
+
+    def __call__(self, y, y_pred, sample_weight=None):
+        chosen = keras.ops.cast(y > 0, "float32")
+        error = keras.ops.square(y - y_pred) * chosen
+        return keras.ops.sum(error) / keras.ops.sum(chosen)
+
+
+def test_a_loss_that_a_part_may_not_have_is_told_once():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    ka.accumulate(model, micro_batch_size=5)
+    model.compile("sgd", OfPositive(), run_eagerly=True)
+    with pytest.warns(UserWarning) as caught:
+        model.train_on_batch(*data(12, outputs=1))
+    assert told(caught) == [COUPLED]
+
+
 def test_keras_own_loss_of_pairs_of_samples_is_known():
     keras.utils.set_random_seed(1)
     model = ka.accumulate(
