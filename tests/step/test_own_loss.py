@@ -360,6 +360,29 @@ def test_a_compiled_loss_of_samples_is_exact(make, route, recwarn):
     assert told(recwarn) == []
 
 
+def reads_numbers(y, y_pred):
+    return squares(y, y_pred) + 0.0 * float(keras.ops.max(y_pred).numpy())
+
+
+@pytest.mark.parametrize("two_pass", [False, True])
+def test_a_loss_for_eager_mode_only_is_exact(two_pass):
+    def train(loss, **split):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+        if split:
+            ka.accumulate(model, **split)
+        sgd = keras.optimizers.SGD(0.1, momentum=0.9)
+        model.compile(sgd, loss, metrics=["mae"], run_eagerly=True)
+        for _ in range(2):
+            logs = model.train_on_batch(*data(12), return_dict=True)
+        return [*model.get_weights(), *logs.values()]
+
+    expected = train(reads_numbers)
+    found = train(reads_numbers, micro_batch_size=5, two_pass=two_pass)
+    assert_close(found, expected, 2e-6)
+    assert_differ(train("mae"), expected)
+
+
 class OfPositive(keras.losses.Loss):
     """Of one output a sample: a part of a batch may have nothing to divide by."""
 

@@ -24,8 +24,14 @@ def build_for(model: keras.Model, data: Any) -> None:
     parts = [model, model._compile_metrics, model._compile_loss, model.optimizer]
     if all(part is None or part.built for part in parts):
         return
-    with created_outside():
-        model._symbolic_build(data_batch=data)
+    try:
+        with created_outside():
+            model._symbolic_build(data_batch=data)
+    except Exception:
+        # Code for eager mode only, where loss and metrics can be created later.
+        if not (tf.executing_eagerly() and model.built):
+            raise
+        model.optimizer.build(model.trainable_variables)
 
 
 def build_compiled(
