@@ -79,7 +79,10 @@ def what_is_known(
     if has_own_compute_loss(model):
         return understand(model, arguments, traced)
     kinds = [term.kind for term in compiled]
-    if "unknown" not in kinds and fall_apart(model, arguments):
+    losses = [loss for loss in keras.tree.flatten(model.loss) if loss is not None]
+    # One that reduces by itself, in a `__call__` of its own, is not among the terms.
+    whole = len(kinds) >= len(losses)
+    if "unknown" not in kinds and not (whole and not fall_apart(model, arguments)):
         sums = frozenset(i for i, kind in enumerate(kinds) if kind == "sum")
         return Understanding(sums, False)
     return Understanding(frozenset(range(len(kinds))), True)
@@ -157,15 +160,40 @@ def _adds_up_on_made_up(model: keras.Model, compute: Compute, arguments: Any) ->
     return bool(np.isclose(sum(parts), whole, rtol=1e-4, atol=1e-6))
 
 
-def _whole_and_parts(arguments: Any, draw: Any) -> list[Any]:
-    """Made-up samples, and the two parts that they are split into."""
+def _whole_and_parts(arguments: Any, draw: Any, *labels: Any) -> list[Any]:
+    """Made-up samples, and the two parts that they are split into.
+
+    Args:
+        arguments: `y, y_pred`, or `x, y, y_pred, sample_weight`.
+        draw: makes floats up.
+        labels: the integers and the floats among which `y` is; those of `draw` if none.
+    """
     rng = np.random.default_rng(0)
     count = _SAMPLES[1]
     batch = tf.nest.map_structure(lambda spec: made_up(rng, spec, count, draw), arguments)
+    if labels:
+        index = 0 if len(batch) == 2 else 1
+
+        def label(value: tf.Tensor | None) -> tf.Tensor | None:
+            if value is None:
+                return None
+            among = labels[1] if value.dtype.is_floating else labels[0]
+            return tf.cast(tf.constant(rng.choice(among, value.shape)), value.dtype)
+
+        labeled = tf.nest.map_structure(label, batch[index])
+        batch = [*batch[:index], labeled, *batch[index + 1 :]]
     return [batch] + [
         tf.nest.map_structure(lambda t, rows=rows: None if t is None else t[rows], batch)
         for rows in _SPLIT
     ]
+
+
+# Labels, integers and floats: such as say that there is none, and of several classes.
+_LABELS = (
+    ([0, 1, -1, -100], [0.3, 0.0, -1.0, -100.0]),
+    ([0, 1, 2, 3], [0.2, 1.0, 3.0, 30.0]),
+    ([0, 1, 255], [0.2, 0.7, np.nan]),
+)
 
 
 def _trace(compute: Compute, arguments: Any) -> Any:
@@ -308,21 +336,19 @@ def _holds_on_made_up(
 
     None if that cannot be said: made-up numbers may be no labels.
     """
-    try:
-        with tf.init_scope():
-            holds = [
-                _holds_on(compute, arguments, terms, draw) for draw in (_positive, _any)
-            ]
-    except Exception:
-        return None
+    holds: list[bool | None] = []
+    drawn: list[tuple[Any, ...]] = [(_positive,), (_any,)]
+    for how in [*drawn, *((_positive, *labels) for labels in _LABELS)]:
+        with tf.init_scope(), contextlib.suppress(Exception):
+            holds.append(_holds_on(compute, _whole_and_parts(arguments, *how), terms))
     known = [each for each in holds if each is not None]
     return all(known) if known else None
 
 
 def _holds_on(
-    compute: Compute, arguments: Any, terms: frozenset[int] | None, draw: Any
+    compute: Compute, whole_and_parts: Any, terms: frozenset[int] | None
 ) -> bool | None:
-    batch, *parts = _whole_and_parts(arguments, draw)
+    batch, *parts = whole_and_parts
     whole, met = _loss_of(compute, batch, frozenset(), [], 1.0)
     if terms is None:
         terms = frozenset(range(len(met)))

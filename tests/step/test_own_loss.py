@@ -360,6 +360,45 @@ def test_a_compiled_loss_of_samples_is_exact(make, route, recwarn):
     assert told(recwarn) == []
 
 
+def entropies(y, y_pred):
+    labels = keras.ops.clip(y, 0, 3)
+    return keras.ops.sparse_categorical_crossentropy(labels, y_pred, from_logits=True)
+
+
+def marked(mark):
+    """The mean over the labels that are not `mark`: divided by their share."""
+
+    def loss(y, y_pred):
+        valid = keras.ops.cast(y != mark, "float32")
+        return entropies(y, y_pred) * valid / keras.ops.mean(valid)
+
+    return loss
+
+
+class Unmarked(keras.losses.Loss):
+    """Reduces by itself: Keras tells of no term."""
+
+    def __call__(self, y, y_pred, sample_weight=None):
+        valid = keras.ops.cast(y != -7, "float32")
+        return keras.ops.sum(entropies(y, y_pred) * valid) / keras.ops.sum(valid)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize(
+    "make",
+    [*(lambda mark=mark: marked(mark) for mark in (0, -1, -100, 3, 255)), Unmarked],
+)
+def test_a_loss_of_unmarked_labels_is_told_once(make, mode):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((6, 3)), keras.layers.Dense(4)])
+    ka.accumulate(model, micro_batch_size=5)
+    model.compile("sgd", make(), run_eagerly=mode == "eager", jit_compile=False)
+    x = np.random.default_rng(0).normal(size=(12, 6, 3)).astype("float32")
+    with pytest.warns(UserWarning) as caught:
+        model.train_on_batch(x, np.arange(72).reshape(12, 6) % 4)
+    assert told(caught) == [COUPLED]
+
+
 def reads_numbers(y, y_pred):
     return squares(y, y_pred) + 0.0 * float(keras.ops.max(y_pred).numpy())
 
