@@ -77,8 +77,9 @@ def dense_model(features=5, outputs=3, **options):
 
 def is_plain(model, optimizer):
     """Whether nothing of this package accumulates: an oracle, or a control."""
-    ours = isinstance(optimizer, ka.AccumOptimizer) or hasattr(model, "accumulation")
-    return not ours
+    return not (
+        isinstance(optimizer, ka.AccumOptimizer) or hasattr(model, "accumulation")
+    )
 
 
 def compile_in(model, mode, optimizer, loss="mse", plain_too=False, **options):

@@ -175,11 +175,12 @@ def main():
 def write(rows, keep):
     """Write the table, with the other rows of the one that is there if they `keep`."""
     table = ROOT / "docs" / "versions.md"
-    new = {row.rpartition("|")[0].rpartition("|")[0]: row for row in rows}
     if keep:
         old = table.read_text().removeprefix(INTRODUCTION).splitlines(keepends=True)
-        new = {row.rpartition("|")[0].rpartition("|")[0]: row for row in old} | new
-    table.write_text(INTRODUCTION + "".join(row for _, row in sorted(new.items())))
+        rows = [*old, *rows]
+    # The last one of the same three versions.
+    by_versions = {tuple(row.split("|")[:4]): row for row in rows}
+    table.write_text(INTRODUCTION + "".join(map(by_versions.get, sorted(by_versions))))
 
 
 if __name__ == "__main__":

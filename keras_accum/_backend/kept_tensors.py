@@ -44,18 +44,19 @@ class KeptTensors:
             ValueError: if what runs inside fails, and something was kept.
         """
         kept = self.new()
-        patches = [AttributePatch(layer, name, None) for layer, name in kept]
+        # Not None, which whoever reads it may ask for.
+        patches = [AttributePatch(layer, name, object()) for layer, name in kept]
         try:
             yield
-        except Exception as error:
+        except (AttributeError, TypeError, ValueError) as error:
             if not kept:
                 raise
             names = ", ".join(f"`{layer.name}.{name}`" for layer, name in kept[:3])
             raise ValueError(
                 f"The call of this model keeps tensors in {names}. With `two_pass=True` "
                 "the loss and the metrics see the whole batch, and these tensors are of "
-                "one micro-batch: they are None there. Return them from `call`, with the "
-                "predictions; or leave `two_pass` out."
+                "one micro-batch: they are out of reach there. Return them from `call`, "
+                "with the predictions; or leave `two_pass` out."
             ) from error
         finally:
             for patch in patches:

@@ -1,11 +1,13 @@
 """Arithmetic on a list of gradients: dense, `tf.IndexedSlices` or None."""
 
+import collections
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import keras
 import tensorflow as tf
 
+from .._backend.identity import unique
 from .._backend.private.compiled import compiled_by_xla
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
@@ -92,14 +94,12 @@ def check_gradients(
                 f"'{name_of(variable)}' of shape {tuple(variable.shape)}. Shapes must be "
                 "equal: pass gradients in the order of their variables."
             )
-    seen: set[int] = set()
-    for variable in variables:
-        if id(variable) in seen:
-            raise ValueError(
-                f"Received the variable '{name_of(variable)}' twice. Add its gradients up, "
-                "and pass it once."
-            )
-        seen.add(id(variable))
+    if len(unique(variables)) < len(variables):
+        counts = collections.Counter(map(id, variables))
+        name = next(name_of(v) for v in variables if counts[id(v)] > 1)
+        raise ValueError(
+            f"Received the variable '{name}' twice. Add its gradients up, and pass it once."
+        )
     if all(gradient is None for gradient in gradients):
         raise ValueError(
             "No gradients provided for any variable. Every gradient received is None: "

@@ -81,8 +81,9 @@ def what_is_known(
     kinds = [term.kind for term in compiled]
     losses = [loss for loss in keras.tree.flatten(model.loss) if loss is not None]
     # One that reduces by itself, in a `__call__` of its own, is not among the terms.
-    whole = len(kinds) >= len(losses)
-    if "unknown" not in kinds and not (whole and not fall_apart(model, arguments)):
+    if "unknown" not in kinds and (
+        len(kinds) < len(losses) or fall_apart(model, arguments)
+    ):
         sums = frozenset(i for i, kind in enumerate(kinds) if kind == "sum")
         return Understanding(sums, False)
     return Understanding(frozenset(range(len(kinds))), True)
@@ -364,7 +365,7 @@ def _holds_on(
         total += _loss_of(compute, part, terms, weights, inverse)[0] / inverse
     if not np.isfinite(whole):
         return None
-    # A part without a loss, as 0 / 0 entries, is none of a sum over samples.
+    # A part may have no loss, 0 / 0: the whole is then no mean over samples.
     return bool(np.isclose(total, whole, rtol=1e-4, atol=1e-6))
 
 

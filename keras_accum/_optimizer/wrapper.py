@@ -398,7 +398,8 @@ class AccumOptimizer(ScalesLoss):
 
         Raises:
             ValueError: if gradients do not fit the variables, all are None, a variable
-                was not there when the optimizer was built, or the weight is negative.
+                was not there when the optimizer was built or comes twice, or the weight
+                is negative.
                 Nothing has changed then.
             tf.errors.InvalidArgumentError: for a gradient that is not finite, with
                 `on_nonfinite="raise"`; in a graph, for a negative weight or a NaN. XLA

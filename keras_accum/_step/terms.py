@@ -48,13 +48,13 @@ class Found(NamedTuple):
     Attributes:
         terms: of its loss; without tensors.
         scalar_metrics: names of metrics that reduce a batch to one number.
-        scalar_means: names of further metrics that count a batch, whatever it holds, as 1.
+        batch_counters: names of further metrics that count a batch of any size as 1.
         lost_logs: names that `compute_metrics` returns, of no metric of the model.
     """
 
     terms: Terms
     scalar_metrics: tuple[str, ...]
-    scalar_means: tuple[str, ...]
+    batch_counters: tuple[str, ...]
     lost_logs: tuple[str, ...]
 
 
@@ -180,8 +180,11 @@ def _counts_one(metric: keras.metrics.Metric, scope: keras.StatelessScope) -> bo
 
 def lost_logs(model: keras.Model, logs: Any) -> tuple[str, ...]:
     """The names in what `compute_metrics` has returned that are of no metric."""
+    own = type(model).compute_metrics is not keras.Model.compute_metrics
+    if not own or not isinstance(logs, dict):
+        return ()
     known = model.get_metrics_result()
-    return tuple(n for n in logs if n not in known) if isinstance(logs, dict) else ()
+    return tuple(name for name in logs if name not in known)
 
 
 def accumulates(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -223,8 +226,8 @@ def warn_of_scalar_metrics(
     )
 
 
-def warn_of_scalar_means(model: keras.Model, names: Sequence[str]) -> None:
-    """Say which means count a micro-batch of one sample as much as one of a hundred."""
+def warn_of_batch_counters(model: keras.Model, names: Sequence[str]) -> None:
+    """Say which metrics count a micro-batch of one sample as much as one of a hundred."""
     warn(
         f"The metric {', '.join(map(repr, names))} counts each micro-batch as 1, as "
         "`keras.metrics.Mean` does when it is given one number. The mean of micro-batches "

@@ -65,8 +65,8 @@ from .terms import (
     check_terms,
     find,
     loss_weight_function,
+    warn_of_batch_counters,
     warn_of_lost_logs,
-    warn_of_scalar_means,
     warn_of_scalar_metrics,
     window_weight,
 )
@@ -134,12 +134,12 @@ def accumulate_model(
     model: keras.Model, batch: Any, split: Split, jit_compile: bool | None
 ) -> BatchGradients:
     """The loss and the gradients of `model` for `batch`; its metrics are updated."""
-    terms, scalar_metrics, scalar_means, lost_logs = find(model, batch)
+    terms, scalar_metrics, batch_counters, lost_logs = find(model, batch)
     check_terms(model, terms)
     if scalar_metrics and not _is_one(split, batch):
         warn_of_scalar_metrics(model, scalar_metrics, two_pass=False)
-    if scalar_means and not split.is_even(rows_of(batch)):
-        warn_of_scalar_means(model, scalar_means)
+    if batch_counters and not split.is_even(rows_of(batch)):
+        warn_of_batch_counters(model, batch_counters)
     if lost_logs:
         warn_of_lost_logs(model, lost_logs)
     rows, totals = _denominators(model, batch, split, terms, jit_compile)

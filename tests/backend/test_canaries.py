@@ -222,6 +222,7 @@ LOUD = {
     "strategies.local_component": "reads an attribute that has a canary",
     "strategies.components": "reads a public attribute, or there is one device",
     "strategies.patch_distribution_bugs": "mends what raises without it",
+    "tapes.recorded": "is what `value_with_gradient_of` calls, which has a canary",
 }
 
 

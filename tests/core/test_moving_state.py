@@ -171,3 +171,13 @@ def test_an_optimizer_that_accumulates_names_them_too(mode):
     assert said(frozen, ka.AccumBatchNormalization(), keras.layers.Dropout(0.5)) == []
     # The monitor says it in its log, and once is enough.
     assert said(normalizes(), callbacks=[ka.AccumulationMonitor(verbose=0)]) == []
+
+
+def test_in_eager_mode_the_second_micro_batch_tells_what_has_moved():
+    def said(layer):
+        model = model_of(layer)
+        compile_in(model, "eager", ka.AccumOptimizer("sgd", 2))
+        return said_by(fit, model, *data(8), 2)
+
+    assert said(Codebook(name="codes")) == [MOVES.format("1 layer", "codes (Codebook)")]
+    assert said(Table()) == []

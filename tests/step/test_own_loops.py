@@ -320,7 +320,7 @@ def test_what_layers_add_is_exact_where_it_is_known(reduction, adds, mode, recwa
 
 
 def accumulated(loss, mode, reduction="mean", regularizer=None, adds=None, **split):
-    """The loss and gradients of the penalties of layers, too, where there are any."""
+    """The loss, with the penalties of layers if there are any, and the gradients."""
     model = model_of(regularizer, adds)
 
     def loss_fn(batch):

@@ -644,7 +644,7 @@ class KeepsCode(keras.Model):
 
     def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         loss = super().compute_loss(x, y, y_pred, sample_weight, training)
-        if self.penalty:
+        if self.penalty and self.code is not None:
             loss += self.penalty * keras.ops.mean(keras.ops.square(self.code))
         return loss
 
@@ -663,8 +663,8 @@ def test_what_a_call_keeps_cannot_be_in_the_loss(mode):
     assert str(caught.value) == (
         "The call of this model keeps tensors in `keeps_code.code`. With `two_pass=True` "
         "the loss and the metrics see the whole batch, and these tensors are of one "
-        "micro-batch: they are None there. Return them from `call`, with the predictions; "
-        "or leave `two_pass` out."
+        "micro-batch: they are out of reach there. Return them from `call`, with the "
+        "predictions; or leave `two_pass` out."
     )
     # Who keeps it for others may do so.
     found = train_twice(lambda: make(0.0), arrays, mode, STEPS, two_pass=True)

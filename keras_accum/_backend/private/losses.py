@@ -21,10 +21,10 @@ import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.trainer import Trainer
-from tensorflow.python.eager import record
 
 from ..attribute_patch import AttributePatch, Installation
 from .layers import flatten_layers
+from .tapes import could_record, recorded
 
 
 class LossCall(NamedTuple):
@@ -68,14 +68,11 @@ class Differentiated:
     def noted(self, value: tf.Tensor) -> tf.Tensor:
         """`value`, of which that is noted."""
 
-        def gradient(upstream: tf.Tensor) -> list[tf.Tensor]:
+        def note(upstream: tf.Tensor) -> tf.Tensor:
             self.upstream = upstream
-            return [upstream]
+            return upstream
 
-        # In a graph, `tf.custom_gradient` would keep this, and so the graph, for ever.
-        result = tf.identity(value)
-        record.record_operation("Noted", [result], [value], gradient)
-        return result
+        return recorded(value, value, note)
 
 
 class _Heard(NamedTuple):
@@ -278,7 +275,7 @@ def _judged(value: tf.Tensor, of_activity: bool) -> tf.Tensor:
         kind = "sum"
     if _listening.added is not None:
         _listening.added.append(kind)
-    if not is_listening() and record.could_possibly_record():
+    if not is_listening() and could_record():
         value = _hear(HeardLoss(None, None, kind), value)
     if is_a_sum:
         mark_as_sum(value)
@@ -369,7 +366,7 @@ def _with_listener(reduce: Callable[..., Any]) -> Callable[..., Any]:
         reduced = (values, sample_weight, mask, reduction)
         if (listener := _listening.listener) is not None:
             return listener(*reduced, loss)
-        if record.could_possibly_record():  # Else it is validation's, for example.
+        if could_record():  # Else it is validation's, for example.
             return _hear(HeardLoss(reduced, _specs_of(_listening.call)), loss)
         return loss
 

@@ -1,7 +1,7 @@
 """Gradient tapes, which can be asked but not found."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 from tensorflow.python.eager import record
@@ -27,6 +27,16 @@ def value_with_gradient_of(value: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
 
     `tf.custom_gradient` would make `tensor` an input of an operation, and so compute it.
     """
+    return recorded(value, tensor, lambda gradient: gradient)
+
+
+def recorded(
+    value: tf.Tensor, tensor: tf.Tensor, gradient: Callable[[tf.Tensor], tf.Tensor]
+) -> tf.Tensor:
+    """`value`, from whose gradient `gradient` makes that of `tensor`.
+
+    In a graph, TensorFlow would keep a `tf.custom_gradient` for ever, and so the graph.
+    """
     value = tf.identity(value)
-    record.record_operation("StandIn", [value], [tensor], lambda gradient: [gradient])
+    record.record_operation("StandIn", [value], [tensor], lambda g: [gradient(g)])
     return value
