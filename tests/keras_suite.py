@@ -290,12 +290,12 @@ def reason_for(name):
 TABLE = TESTS.parent / "docs" / "keras_suite.md"
 INTRODUCTION = """# Keras's own tests, through the package
 
-`python tests/keras_suite.py` runs the tests of Keras {}, with which it was installed, as
-they are and through `AccumOptimizer(optimizer, 1)` or `accumulate(model, accum_steps=1)`,
-and writes this table. Others are tests that fail or are skipped in plain Keras, most for
-want of a package.
+`python tests/keras_suite.py` runs the tests of the installed Keras, {}, twice: as they
+are, and through `AccumOptimizer(optimizer, 1)` or `accumulate(model, accum_steps=1)`. It
+writes this table. "Others" fail or are skipped in plain Keras too, mostly for a missing
+package.
 
-| tests of Keras | pass in plain Keras | of them pass | of them fail | others |
+| tests of Keras | pass in plain Keras | pass through the package | fail | others |
 |---|---|---|---|---|
 """
 
