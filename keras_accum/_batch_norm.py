@@ -14,6 +14,7 @@ import tensorflow as tf
 from ._backend import replica
 from ._backend.private import canaries
 from ._backend.private.layers import (
+    TakesMoments,
     flatten_layers,
     renormalizes,
     taking_more_weights,
@@ -24,7 +25,7 @@ from ._recompute.passes import is_repeated
 
 
 @keras.saving.register_keras_serializable(package="keras_accum")
-class AccumBatchNormalization(keras.layers.BatchNormalization):
+class AccumBatchNormalization(TakesMoments):
     """BatchNormalization whose moving statistics move once per update.
 
     It normalises each micro-batch by that micro-batch's mean and variance, as
@@ -120,14 +121,13 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):
             self._last.calls += 1
         return outputs
 
-    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        mean, variance = super()._moments(inputs, mask)
+    def take_moments(self, mean: Any, variance: Any, inputs: Any, mask: Any) -> None:
+        """Keep the moments of a call, and how many entries it had."""
         if mask is None:
             entries = tf.size(inputs) // inputs.shape[self.axis]
         else:
             entries = tf.reduce_sum(tf.cast(mask, "int32"))
         self._last.moments = (mean, variance, entries)
-        return mean, variance
 
     def begin_window(
         self, mean: tf.Tensor, variance: tf.Tensor, first: tf.Tensor

@@ -89,7 +89,7 @@ class AccumulationMonitor(keras.callbacks.Callback):
     `on_nonfinite="raise"`, names the first layer whose output was not finite. It looks at
     each layer's output, which takes time.
 
-    With `noise_scale=True` all of that but the layer, and `noise_scale`: the gradient noise
+    `noise_scale=True` logs what `detailed=True` does, and `noise_scale`: the gradient noise
     scale of McCandlish et al., in samples, by the norms of a micro-batch's gradient and of
     the update's, averaged over about 200 updates. It is near the critical batch size, from
     which on a larger batch saves few updates. It needs several micro-batches in an update,
@@ -543,8 +543,8 @@ class _Windows(_Watched):
         self.left = 0
         self._skips = True
         self.updates = number(optimizer.iterations)
-        # Updates, skipped windows and micro-steps before the epoch; before training,
-        # updates. Not known, there have been some.
+        # Updates, skipped windows and micro-steps before the epoch, and updates before
+        # training; -1 where that is not known, as updates were made before it watched.
         self._before = (-1, 0, 0)
         self._updates_before = -1
 

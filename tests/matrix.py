@@ -93,7 +93,7 @@ INTRODUCTION = """# Versions
 
 TensorFlow from 2.18 and Keras from 3.10 on. `python tests/matrix.py` runs a selection of
 the tests, named there, on each pair below, and writes this table. What is skipped is of a
-newer Keras. All tests run on the newest pair, in `.ci/run`.
+newer Keras. The newest pair gets all tests that are not marked slow, in `.ci/run`.
 
 | TensorFlow | Keras | Python | tests |
 |---|---|---|---|
@@ -114,8 +114,8 @@ def selected():
     return tests
 
 
-def run(pair, folder):
-    """The row of the table for a pair, and whether all passed."""
+def install(pair, folder):
+    """Make the environment of a pair, or complete it; returns its interpreter."""
     tensorflow, keras = pair
     home = folder / f"tensorflow-{tensorflow}-keras-{keras}"
     python = home / "bin" / "python"
@@ -128,6 +128,12 @@ def run(pair, folder):
     pip = [python, "-m", "pip"]
     subprocess.run([*pip, "install", "--quiet", *pins, "-e", ROOT], check=True)
     subprocess.run([*pip, "check"], check=True)
+    return python
+
+
+def run(pair, folder):
+    """The row of the table for a pair, and whether all passed."""
+    python = install(pair, folder)
     command = [python, "-m", "pytest", "-rsfE", "--tb=short", "-k", "not xla", "-m", ""]
     command += selected()
     begun, before = time.monotonic(), os.times()
@@ -155,14 +161,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pair", nargs="*", help="TensorFlow's version, and Keras's")
     parser.add_argument("--folder", type=pathlib.Path)
+    parser.add_argument("--install", action="store_true", help="only the environments")
     parser.add_argument("--add", action="store_true", help="write the row of one pair")
     given = parser.parse_args()
     if len(given.pair) not in (0, 2):
         parser.error("give two versions, or none")
     rows, fine = [], True
+    pairs = [tuple(given.pair)] if given.pair else PAIRS
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or pathlib.Path(temporary)
-        for pair in [tuple(given.pair)] if given.pair else PAIRS:
+        if given.install:
+            for pair in pairs:
+                install(pair, folder)
+            return
+        for pair in pairs:
             row, passed = run(pair, folder)
             rows.append(row)
             fine &= passed

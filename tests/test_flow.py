@@ -127,6 +127,8 @@ CLASSES = [
     keras.Metric,
     keras.Model,
     keras.Variable,
+    keras.layers.BatchNormalization,
+    keras.layers.Wrapper,
     keras.optimizers.LossScaleOptimizer,
     keras.optimizers.SGD,
     tf.GradientTape,
@@ -142,12 +144,21 @@ def is_private(name):
 
 
 def foreign_names(source, own):
-    """The private names that a module reads, of which the package defines none."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
+    """The private names of others that a module reads, or overrides."""
+    found, code = set(), ast.parse(source)
+    methods = {
+        held
+        for node in ast.walk(code)
+        if isinstance(node, ast.ClassDef)
+        for held in node.body
+        if isinstance(held, ast.FunctionDef)
+    }
+    for node in ast.walk(code):
         name = node.attr if isinstance(node, ast.Attribute) else None
         if isinstance(node, ast.Constant):  # As `getattr` takes it.
             name = node.value
+        if node in methods:
+            name = node.name
         if not is_private(name) or not name.isidentifier():
             continue
         if name not in own | PUBLIC and not name.startswith(MARK):
@@ -178,6 +189,7 @@ def test_one_folder_touches_private_attributes(own):
         ("x = [variable._value]", "_value"),
         ("getattr(optimizer, '_var_key')", "_var_key"),
         ("self._trainable_variables", "_trainable_variables"),
+        ("class A(Layer):\n def _moments(self): pass", "_moments"),
         # A function of that name is no attribute.
         ("def _learning_rate(x): getattr(x, '_learning_rate')", "_learning_rate"),
     ],

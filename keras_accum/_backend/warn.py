@@ -9,14 +9,20 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import keras
+
+from .private.models import OfCompilation
+
 # Between a user's line and a warning stand these, and what AutoGraph has generated.
 _LIBRARIES = {
     *("keras", "keras_accum", "tensorflow"),
     *("contextlib", "functools", "threading", "wrapt"),
 }
 
-# What has been said about an object, and is not said again.
+# What has been said about an object, and is not said again. Of a model, until it is
+# compiled again: what was mended by then may be wrong once more.
 _said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+_said_of_models: OfCompilation[set[str]] = OfCompilation(set)
 
 
 _collecting: list[list[str]] = []
@@ -51,7 +57,10 @@ def warn(message: str, about: Any = None) -> None:
             _collecting[-1].append(message)
         return
     if about is not None:
-        said = _said.setdefault(about, set())
+        if isinstance(about, keras.Model):
+            said = _said_of_models(about)
+        else:
+            said = _said.setdefault(about, set())
         if message in said:
             return
         said.add(message)

@@ -158,6 +158,12 @@ class Terms(NamedTuple):
         """Indices of the means whose denominators have to be summed before."""
         return [i for i in sorted(self.understood) if self.compiled[i].varies]
 
+    @property
+    def weigh_by_first(self) -> bool:
+        """Whether a batch weighs what its first loss divides by; else, its samples."""
+        kinds = [term.kind for term in self.compiled]
+        return self.complete and kinds[:1] == ["mean"] and "unknown" not in kinds
+
     def factor(
         self, index: int, term: LossTerm, inverse: tf.Tensor, totals: dict[int, tf.Tensor]
     ) -> Any:
@@ -204,9 +210,9 @@ def optimizer_weight(terms: Terms, rows: Any, owner: Any) -> tf.Tensor:
         warn(_ADDED, about=owner)
     if any(term.kind == "unknown" for term in terms.compiled):
         warn(f"{_SCALAR} {_SCALAR_REMEDY}", about=owner)
-        return rows
-    warn_of_several(terms, owner)
-    return terms.compiled[0].weight if terms.compiled else rows
+    else:
+        warn_of_several(terms, owner)
+    return terms.compiled[0].weight if terms.weigh_by_first else rows
 
 
 def check_sums(terms: Terms, owner: Any) -> None:

@@ -13,6 +13,7 @@ import tensorflow as tf
 from .._backend import replica
 from .._backend.private.functions import captured
 from .._backend.private.layers import flatten_layers, handles_of, own_state
+from .._backend.private.models import OfCompilation
 from .._backend.warn import is_collecting, warn
 
 
@@ -90,17 +91,17 @@ def layers_that_moved(model: keras.Model) -> list[keras.layers.Layer]:
         return moved_layers(
             model, lambda v: any(id(h) in assigned for h in handles_of(v))
         )
-    if model not in _watches and replica.count() == 1:
-        _watches[model] = StateWatch(model)
-    elif (watch := _watches.get(model)) is not None:
-        _watches[model] = None
+    watches = _watches(model)
+    if not watches and replica.count() == 1:
+        watches.append(StateWatch(model))
+    elif watches and (watch := watches[0]) is not None:
+        watches[0] = None
         return watch.moved(model)
     return []
 
 
 # Of models in eager mode, after their first call; None after the second.
-_watches: weakref.WeakKeyDictionary[keras.Model, StateWatch | None]
-_watches = weakref.WeakKeyDictionary()
+_watches: OfCompilation[list[StateWatch | None]] = OfCompilation(list)
 
 
 def _assigns(operation: tf.Operation) -> bool:

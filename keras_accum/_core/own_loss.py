@@ -25,6 +25,7 @@ from .._backend.private.losses import (
     has_own_compute_loss,
     listen_to_reductions,
 )
+from .._backend.private.models import OfCompilation
 from .loss import LossTerm, describe, loss_of_none
 from .regularizers import without_regularizers
 
@@ -103,16 +104,15 @@ def understand(
             they were computed, and what layers had added. Traced here if it is None or
             was computed in eager mode.
     """
-    known = _known.setdefault(model, {})
+    known = _known(model)
     key = kind_of(arguments)
     if key not in known:
         known[key] = _understand(model, arguments, traced)
     return known[key]
 
 
-# By model, and by the kind of batch.
-_known: "weakref.WeakKeyDictionary[keras.Model, dict[Any, Understanding]]"
-_known = weakref.WeakKeyDictionary()
+# By the kind of batch.
+_known: OfCompilation[dict[Any, Understanding]] = OfCompilation(dict)
 
 
 def kind_of(arguments: Any) -> Any:
@@ -189,7 +189,7 @@ def _whole_and_parts(arguments: Any, draw: Any, *labels: Any) -> list[Any]:
     ]
 
 
-# Labels, integers and floats: such as say that there is none, and of several classes.
+# Labels to try, integers and floats: those that mark "no label", and several classes.
 _LABELS = (
     ([0, 1, -1, -100], [0.3, 0.0, -1.0, -100.0]),
     ([0, 1, 2, 3], [0.2, 1.0, 3.0, 30.0]),
@@ -425,9 +425,9 @@ def made_up(
 def fall_apart(model: keras.Model, arguments: Any) -> bool:
     """Whether a compiled loss of the user's is more than its samples' losses together.
 
-    One whose values depend on the whole batch, or that reduces by itself. Keras's own are
-    not tried, but for those that may reduce the axis of the samples; of `Circle` it is
-    known.
+    One whose values depend on the whole batch, or that reduces by itself. Keras's losses
+    are trusted, except those with an `axis` argument, which are tried, and `Circle`, which
+    always compares samples.
 
     Args:
         model: the model, whose `compute_loss` is Keras's.
@@ -438,8 +438,8 @@ def fall_apart(model: keras.Model, arguments: Any) -> bool:
         return True
     if all(map(_is_of_keras, losses)):
         return False
-    known = _tried.setdefault(model, {})
-    key = (id(model.loss), kind_of(arguments))
+    known = _tried(model)
+    key = kind_of(arguments)
     if key not in known:
 
         def compute(*arguments: Any) -> tf.Tensor:
@@ -450,8 +450,8 @@ def fall_apart(model: keras.Model, arguments: Any) -> bool:
     return known[key]
 
 
-_tried: "weakref.WeakKeyDictionary[keras.Model, dict[Any, bool]]"
-_tried = weakref.WeakKeyDictionary()
+# By the kind of batch.
+_tried: OfCompilation[dict[Any, bool]] = OfCompilation(dict)
 
 
 def couples_samples(call: LossCall) -> bool:

@@ -119,8 +119,8 @@ class Accumulator:
     ) -> tf.Tensor:
         """Add the gradients of one micro-batch; gives what it weighs, in units of `total`.
 
-        No scalar moves before every gradient is there. A graph runs what depends on
-        nothing also where the data have ended, or were not to be read.
+        No scalar moves before every gradient is there. In a graph, an operation without
+        inputs runs even when the data have ended, so every assignment waits.
 
         Args:
             gradients: one for each of `indices`; None leaves a variable's sum alone.
@@ -254,13 +254,13 @@ class Accumulator:
         of the parameters. XLA, which minds no control dependencies, even keeps a copy of
         each sum, lest it be overwritten before it is read.
         """
-        after = tf.convert_to_tensor(updated)
+        value = tf.convert_to_tensor(updated)
         # In a window, which only run time knows: a graph would keep constant zeros.
         outside = tf.less_equal(self.micro_step.value, 0)
         if compiled_by_xla():
-            after = tf.cast(after, like.dtype)
-            return tf.where(outside, after, tf.zeros((), like.dtype))
-        with tf.control_dependencies([] if tf.executing_eagerly() else [after]):
+            value = tf.cast(value, like.dtype)
+            return tf.where(outside, value, tf.zeros((), like.dtype))
+        with tf.control_dependencies([] if tf.executing_eagerly() else [value]):
             return tf.fill(like.shape, tf.cast(outside, like.dtype))
 
     # For all replicas together.

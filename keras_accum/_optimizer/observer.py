@@ -113,7 +113,7 @@ class UpdateLog:
         )
         self._values.assign(tf.where(usable, tf.stack(now), tf.stack(held)))
 
-    def note_infinity(self, skipped: tf.Tensor, reduced: "Reduced") -> None:
+    def note_infinity(self, skipped: tf.Tensor, reduced: "Seen") -> None:
         """Note whether a window was skipped, and what in it was not finite.
 
         Args:
@@ -137,7 +137,7 @@ class UpdateLog:
         self._bad.assign(tf.where(some, tf.cast(bad, "float32"), read(self._bad)))
 
 
-class Reduced(NamedTuple):
+class Seen(NamedTuple):
     """What all replicas have seen; as in `Observed`, but of each replica in a vector."""
 
     squares: tf.Tensor
@@ -148,11 +148,11 @@ class Reduced(NamedTuple):
     layers: tf.Tensor
 
 
-def to_reduce(seen: Observed, share: tf.Tensor | float = 1.0) -> Reduced:
+def to_reduce(seen: Observed, share: tf.Tensor | float = 1.0) -> Seen:
     """What is to be summed over replicas, of which this one has a share."""
     own = tf.one_hot(replica.index(), replica.count())
     squares, part = seen.squares * share, seen.part * share
-    return Reduced(squares, part, seen.count, seen.bad, own * seen.step, own * seen.layer)
+    return Seen(squares, part, seen.count, seen.bad, own * seen.step, own * seen.layer)
 
 
 class WindowObserver(Observer):
@@ -222,7 +222,7 @@ class WindowObserver(Observer):
         kept = read(self._variable())
         return unpack(tf.where(begins, tf.zeros_like(kept), kept))
 
-    def to_reduce(self) -> Reduced:
+    def to_reduce(self) -> Seen:
         """What is to be summed over replicas at the window's end."""
         return to_reduce(unpack(read(self._variable())))
 

@@ -1,8 +1,11 @@
-"""The end of a window, in the order of the contract.
+"""The end of a window, in nine steps; their numbers stand where they are done.
 
 1. sum the weights over replicas; 2. reduce the gradients, once; 3. undo the loss scale;
 4. judge finiteness on the result; 5. divide by the weight; 6. take the norm; 7. clip, once;
 8. update: weight decay, step, averages, constraints, `iterations`; 9. clear by assignment.
+
+Two are done elsewhere than their number says, with the same result: 1 and 2 are one
+reduction, 3 and 5 one division, after 4 has judged the sums and 6 has taken their norm.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +23,7 @@ from .._core.gradients import all_finite, global_norm
 from .._core.variables import read
 from .accumulator import Reduced
 from .averages import apply_reduced, overwrite_by_averages
-from .observer import Reduced as Seen
-from .observer import norm_after_clipping
+from .observer import Seen, norm_after_clipping
 
 
 class EndOfWindow:

@@ -90,8 +90,9 @@ class AccumOptimizer(ScalesLoss):
 
     Under `mixed_float16`, of the global policy, of the model or of a trained layer, or
     with a `LossScaleOptimizer` inside, the loss is scaled, unless the model is compiled
-    with `auto_scale_loss=False`. Each micro-batch's loss is differentiated by its share of
-    the window, so that float16 overflows where the large batch does. The scale is constant
+    with `auto_scale_loss=False`. Each micro-batch's loss is multiplied by its share of the
+    window before it is differentiated, so that float16 overflows where the large batch
+    does. The scale is constant
     within a window; an overflow anywhere in it skips the whole window and halves the scale
     once; its growth counts updates.
 
@@ -108,10 +109,10 @@ class AccumOptimizer(ScalesLoss):
     proportional; a warning says so. If a window's total weight is zero, the update is that
     of the regularizers and of weight decay, as in the large batch.
 
-    Several optimizers in one `train_step`, as in a GAN, have windows of their own. Where
-    the critic is updated first, it is so in the last micro-step of its window: of the
-    generator's window, that micro-step alone sees the new critic, where all of the large
-    batch sees it. To be exact, let the data yield the large batch, and take it apart for
+    Several optimizers in one `train_step`, as in a GAN, have windows of their own. If the
+    critic is updated first, its update comes in the last micro-step. So only the
+    generator's last micro-batch sees the new critic; in the large batch all samples do. To
+    be exact, let the data yield the large batch, and take it apart for
     each in turn:
 
     ```python
@@ -454,7 +455,7 @@ class AccumOptimizer(ScalesLoss):
         if first_is_unknown:
             warn(
                 "The loss of the first micro-batch was computed before this optimizer was "
-                "built, and what it weighs was not heard: it counts as much as the second. "
+                "built, so its weight is unknown: it gets the weight of the second. "
                 "Build the optimizer before the loop, "
                 "`optimizer.build(model.trainable_variables)`.",
                 about=self,
@@ -465,7 +466,7 @@ class AccumOptimizer(ScalesLoss):
     def _multiplies_otherwise(self, factors: Sequence[tf.Tensor]) -> bool:
         """Whether a loop multiplies the loss of each micro-batch by something else.
 
-        In a graph, by what the data tell; in eager mode, the numbers are there.
+        In a graph: if the factor depends on data. In eager mode: if its value changes.
         """
         if len(factors) != 1 or factors[0].shape.rank != 0:
             return False
@@ -482,10 +483,13 @@ class AccumOptimizer(ScalesLoss):
         weight: Weight,
         parts: Observed | None = None,
     ) -> None:
-        """`apply`, for a weight that says what counts in a window that weighs nothing.
+        """`apply` with a `Weight`, which also holds what to use if a window weighs 0.
 
-        With `parts`, what was seen of the micro-batches of a batch that the step took
-        apart, if it was.
+        Args:
+            grads: as for `apply`.
+            trainable_variables: as for `apply`.
+            weight: of the micro-batch.
+            parts: what was seen of the parts of a batch that the step took apart.
         """
         grads = list(grads)
         if not grads:
@@ -497,7 +501,7 @@ class AccumOptimizer(ScalesLoss):
         indices = [self._index(v) for v in variables]
         given = [g for g in grads if g is not None]
         with_gradient = [i for i, g in zip(indices, grads) if g is not None]
-        self._warn_of_missing(with_gradient)
+        self._warn_of_missing_in_graph(with_gradient)
         screened = [v for v, g in zip(variables, grads) if g is not None]
         guards, kept = self._screen(given, screened, value, parts)
         with tf.control_dependencies([*guards, *checks]):
@@ -527,7 +531,7 @@ class AccumOptimizer(ScalesLoss):
                 )
 
     def _gradient_factor(self, share: tf.Tensor, parts: Observed | None) -> tf.Tensor:
-        """From gradients as they come to the mean gradient that they stand for."""
+        """The factor that turns incoming gradients into the mean gradient."""
         factor = 1.0 / tf.cast(share, "float32")
         if self.reduction == "mean" and parts is None:
             factor *= replica.count()  # As the accumulator does.
@@ -567,10 +571,10 @@ class AccumOptimizer(ScalesLoss):
         assert index is not None  # `_check` has seen it.
         return index
 
-    def _warn_of_missing(self, with_gradient: Sequence[int]) -> None:
-        """Warn of variables without a gradient, as Keras does; in a graph, once a trace.
+    def _warn_of_missing_in_graph(self, with_gradient: Sequence[int]) -> None:
+        """Warn of variables without a gradient, as Keras does, once a trace.
 
-        In eager mode only the end of the window knows.
+        In eager mode only the end of the window knows, and warns.
         """
         if not tf.executing_eagerly():
             every = range(len(self._accumulator.sums))

@@ -4,7 +4,6 @@ A layer keeps its class, name, weights and config. Only its `call` is shadowed, 
 runs it twice (`block.py`). A graph of layers can also run in segments (`segments.py`).
 """
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from .._backend.attribute_patch import AttributePatch
 from .._backend.private import canaries
 from .._backend.private.graphs import run_by
 from .._backend.private.layers import (
+    NamelessWrapper,
     call_method,
     flatten_layers,
     has_build,
@@ -299,7 +299,7 @@ def _trace_anew(model: Layer) -> None:
 
 
 @keras.saving.register_keras_serializable(package="keras_accum")
-class Recompute(keras.layers.Wrapper):
+class Recompute(NamelessWrapper):
     """A layer that is computed again in the backward pass, instead of kept.
 
     ```python
@@ -338,10 +338,6 @@ class Recompute(keras.layers.Wrapper):
         canaries.check()
         if not self.layer.built and has_build(self.layer):
             self.layer.build(*args, **kwargs)
-
-    def _open_name_scope(self) -> contextlib.AbstractContextManager[None]:
-        # The paths of the weights are those without this wrapper.
-        return contextlib.nullcontext()
 
     def get_build_config(self) -> dict[str, Any] | None:
         """The build config of the layer."""

@@ -13,7 +13,7 @@ from .._core.gradients import all_finite, global_norm
 from .._core.layer_watch import LayerWatch
 from .._core.observed import Observer
 from .._optimizer.observer import (
-    Reduced,
+    Seen,
     UpdateLog,
     looks_at_each,
     norm_after_clipping,
@@ -36,7 +36,7 @@ class StepObserver(Observer):
         super().__init__(layers)
         self.log = UpdateLog()
 
-    def to_reduce(self, found: BatchGradients) -> Reduced:
+    def to_reduce(self, found: BatchGradients) -> Seen:
         """What is to be summed over replicas, with the gradients."""
         assert found.observed is not None  # `value_and_gradients` had this observer.
         return to_reduce(found.observed, tf.cast(found.share, "float32"))
@@ -46,7 +46,7 @@ class StepObserver(Observer):
         optimizer: keras.optimizers.Optimizer,
         gradients: Sequence[tf.Tensor | None],
         variables: Sequence[keras.Variable],
-        reduced: Reduced,
+        reduced: Seen,
     ) -> None:
         """Note the update that is about to be made.
 
@@ -108,7 +108,7 @@ def note_update(
     sums = [held.get(i) for i in range(len(gradients))]
     if observer is not None:
         variables = model.trainable_weights
-        seen = Reduced(*reduced[len(given) :])
+        seen = Seen(*reduced[len(given) :])
         observer.end(model.optimizer, sums, variables, seen)
     return sums
 

@@ -5,7 +5,6 @@ does not depend on the data can be told from one that does.
 """
 
 import dataclasses
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from .._backend.private.losses import (
     has_own_compute_loss,
     listen_to_reductions,
 )
-from .._backend.private.models import compiled_parts, scalar_metrics
+from .._backend.private.models import OfCompilation, scalar_metrics
 from .._backend.warn import warn
 from .._core.added_losses import learn_kinds
 from .._core.loop import rows_of, take
@@ -69,16 +68,15 @@ def find(model: keras.Model, batch: Any) -> Found:
     Raises:
         ValueError: for a compiled loss that leaves one value per sample.
     """
-    known = _known.setdefault(model, {})
-    key = (_kind_of(batch), *(id(part) for part in compiled_parts(model)))
+    known = _known(model)
+    key = _kind_of(batch)
     if key not in known:
         known[key] = _find(model, batch)
     return known[key]
 
 
-# By model, by the kind of batch, and by what the model was compiled with.
-_known: "weakref.WeakKeyDictionary[keras.Model, dict[Any, Found]]"
-_known = weakref.WeakKeyDictionary()
+# By the kind of batch.
+_known: OfCompilation[dict[Any, Found]] = OfCompilation(dict)
 
 
 def _kind_of(batch: Any) -> Any:
@@ -251,7 +249,7 @@ def window_weight(
     terms: Terms, rows: tf.Tensor, totals: dict[int, tf.Tensor]
 ) -> tf.Tensor:
     """What a further window, in the optimizer, has to weigh this batch by."""
-    first = terms.compiled[0] if terms.complete and terms.compiled else None
-    if first is None or first.kind != "mean":
+    if not terms.weigh_by_first:
         return rows
+    first = terms.compiled[0]
     return totals[0] if first.per_sample is None else rows * first.per_sample

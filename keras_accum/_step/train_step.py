@@ -112,7 +112,7 @@ def compute_gradients(
         first = tf.equal(optimizer.micro_step, 0)
     accumulate_parts = accumulate_coupled if settings.two_pass else accumulate_model
     jit_compile = compiles_in_parts(model) or None
-    # In a graph, what does not depend on a check does not wait for it.
+    # In a graph, operations wait for the checks only if told to.
     with tf.control_dependencies(checks), undivided_losses():
         begin_windows(model, first)
         with tracked_apart(model) as track:
@@ -267,7 +267,7 @@ def _loss_function(
                 term = describe(*described)
                 factor = terms.factor(len(values), term, inverse, totals)
                 loss *= tf.cast(factor, loss.dtype)
-            # What is left apart, for a hook of the user's, is nothing to log.
+            # A loss that is left unreduced, for `compute_loss_weight`, is logged as 0.
             values.append(loss if loss.shape.rank == 0 else tf.zeros((), loss.dtype))
             return loss
 
@@ -285,9 +285,9 @@ def _loss_function(
 
 
 def _share_of_regularizers(model: keras.Model, rows: tf.Tensor) -> tf.Tensor | None:
-    """What a replica counts regularizers by, where they count once in a window.
+    """The factor on this replica's regularizers, if a window is to count them once.
 
-    By its samples: one that has none has no micro-batch to count them in.
+    It is the replica's share of the samples: without samples it has no micro-batch.
     """
     optimizer = model.optimizer
     if not adds_up(optimizer) or not is_regularized(model):
@@ -304,7 +304,7 @@ def _denominators(
     terms: Terms,
     jit_compile: bool | None,
 ) -> tuple[tf.Tensor, dict[int, tf.Tensor]]:
-    """N above, and W_o for the terms that need it, by their index."""
+    """The n above, and W_o for the terms that need it, by their index."""
     dtype = scalar_dtype(model.trainable_variables)
     rows = tf.cast(rows_of(batch), dtype)
     varying = terms.varying if loss_weight_function(model) is None else []

@@ -179,8 +179,7 @@ def _weight(
         return tf.cast(weight_of(*arguments), rows.dtype)
     terms = find(model, batch).terms
     check_terms(model, terms)
-    known = terms.complete and compiled and compiled[0].kind == "mean"
-    return tf.cast(compiled[0].weight, rows.dtype) if known else rows
+    return tf.cast(compiled[0].weight, rows.dtype) if terms.weigh_by_first else rows
 
 
 def _added(model: keras.Model) -> list[tf.Tensor]:

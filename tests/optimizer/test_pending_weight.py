@@ -209,8 +209,8 @@ def test_the_first_loss_of_an_optimizer_that_nobody_built(weighted, monkeypatch)
         found = train(optimizer, 4)
     assert told(caught) == [
         "The loss of the first micro-batch was computed before this optimizer was built, "
-        "and what it weighs was not heard: it counts as much as the second. Build the "
-        "optimizer before the loop, `optimizer.build(model.trainable_variables)`."
+        "so its weight is unknown: it gets the weight of the second. Build the optimizer "
+        "before the loop, `optimizer.build(model.trainable_variables)`."
     ]
     (assert_differ if weighted else assert_close)(found, expected)
 

@@ -194,6 +194,32 @@ def renormalizes(layer: keras.layers.BatchNormalization) -> bool:
     return getattr(layer, "renorm", False)
 
 
+class TakesMoments(keras.layers.BatchNormalization):
+    """A BatchNormalization that hears the moments which it normalises by.
+
+    Keras has no public way to ask for them; each version in use has this method.
+    """
+
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        mean, variance = super()._moments(inputs, mask)
+        self.take_moments(mean, variance, inputs, mask)
+        return mean, variance
+
+    def take_moments(self, mean: Any, variance: Any, inputs: Any, mask: Any) -> None:
+        """Called with the moments of `inputs` where `mask`, if there is one, is true."""
+        raise NotImplementedError
+
+
+class NamelessWrapper(keras.layers.Wrapper):
+    """A wrapper that is in no path: weights have the paths that they have without it.
+
+    Keras puts the name of each layer into the paths of what is created inside of it.
+    """
+
+    def _open_name_scope(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
 def take_arguments(wrapper: keras.layers.Layer, layer: keras.layers.Layer) -> None:
     """Give `wrapper` the arguments of `layer`, passed on as they come.
 

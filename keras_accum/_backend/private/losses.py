@@ -165,7 +165,7 @@ _training_losses = Installation(_patch_training_losses)
 
 
 def hear_losses() -> Callable[[], None]:
-    """Have `heard_loss` and the observer know of losses; returns what ends it."""
+    """Let `take_heard_losses` and the observer hear of losses; returns what ends it."""
     parts = (_reductions, _additions, _training_losses)
     for part in parts:
         part.hold()
@@ -290,7 +290,7 @@ _ACTIVITY_IS_SUM = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 14)
 
 
 def _forgetting(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """`apply` of an optimizer, after which no loss is one of the next step."""
+    """`apply` of an optimizer, which forgets the losses heard so far, for the next step."""
 
     @functools.wraps(apply)
     def apply_and_forget(self: Any, *args: Any, **kwargs: Any) -> Any:

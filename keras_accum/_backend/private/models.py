@@ -1,8 +1,9 @@
 """A model's compiled parts: built early, listed, and put back."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import keras
 import tensorflow as tf
@@ -92,8 +93,53 @@ def compiled_parts(model: keras.Model) -> list[Any]:
     return [model.optimizer, model._compile_loss, model._compile_metrics]
 
 
+Known = TypeVar("Known")
+
+
+class OfCompilation(Generic[Known]):
+    """What is known of a model as it is compiled; another `compile` begins anew.
+
+    It keeps neither the model nor its compiled parts.
+
+    Args:
+        empty: makes the memory of a model that nothing is known of.
+    """
+
+    def __init__(self, empty: Callable[[], Known]) -> None:
+        self._empty = empty
+        self._found: weakref.WeakKeyDictionary[keras.Model, list[Any]]
+        self._found = weakref.WeakKeyDictionary()
+
+    def __call__(self, model: keras.Model) -> Known:
+        """What is known of `model`, to be read and added to."""
+        attributes = vars(model)
+        parts = [attributes.get(name) for name in _PARTS]
+        memories = self._found.setdefault(model, [])
+        for kept, known in memories:
+            if all(ref() is part for ref, part in zip(kept, parts)):
+                return known
+        # Stand-ins may be in the place of parts that come back.
+        memories[:] = [m for m in memories if not any(ref.is_gone() for ref in m[0])]
+        memories.append(([_Ref(part) for part in parts], known := self._empty()))
+        return known
+
+
+class _Ref:
+    """A weak reference, also to None."""
+
+    def __init__(self, part: Any) -> None:
+        self._ref = None if part is None else weakref.ref(part)
+
+    def __call__(self) -> Any:
+        return self._ref and self._ref()
+
+    def is_gone(self) -> bool:
+        return self._ref is not None and self._ref() is None
+
+
+_PARTS = ("optimizer", "_compile_loss", "_compile_metrics")
 # What is replaced on a model while it trains.
-_ATTRIBUTES = ("optimizer", "_compile_loss", "_compile_metrics", "train_function")
+_ATTRIBUTES = (*_PARTS, "train_function")
 
 
 @contextlib.contextmanager
