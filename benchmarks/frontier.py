@@ -5,12 +5,14 @@
 
 For budgets of the activations of 90, 75, 50 and 33 % of the plain model's, the cheapest
 set of blocks that fits is found as `plan` finds it, at one micro-batch size. Ratios are of
-one run: CPU time over that of the plain step, measured in turn with it. `bound` is 1 + 1.1
+one run: the median of the CPU times of steps over that of plain steps, measured in turn,
+with half the distance of the quartiles of their ratios. `bound` is 1 + 1.1
 times the share that has to go times the overhead of recomputing everything.
 """
 
 import argparse
 import os
+import statistics
 import time
 
 # Before TensorFlow is imported: so that its allocator counts on any processor.
@@ -185,16 +187,25 @@ def profiler_of(name: str, mode: str):
 
 
 def timed(profiler, size: int, options, rounds: int) -> dict:
-    """The least CPU time of each step over all threads, all measured in turn."""
-    best = dict.fromkeys(options, float("inf"))
-    for _ in range(rounds):
-        for option in options:
+    """The CPU times of each step over all threads, all measured in turn."""
+    seconds = {option: [] for option in options}
+    for turn in range(rounds):
+        # Rotated, so that no step always follows the same one.
+        first = turn % len(options)
+        for option in options[first:] + options[:first]:
             with profiler.configured(size, option):
                 step = profiler.step(size, option, profiler.batch)
                 start = time.process_time()
                 profiler._call(step, profiler.batch)
-                best[option] = min(best[option], time.process_time() - start)
-    return best
+                seconds[option].append(time.process_time() - start)
+    return seconds
+
+
+def compared(times: list[float], plain: list[float]) -> tuple[float, float]:
+    """The ratio of medians, and half the distance of the quartiles of ratios by turn."""
+    each = [a / b for a, b in zip(times, plain, strict=True)]
+    low, _, high = statistics.quantiles(each, n=4, method="inclusive")
+    return statistics.median(times) / statistics.median(plain), (high - low) / 2
 
 
 def main() -> None:
@@ -222,19 +233,19 @@ def main() -> None:
         chosen[share] = search.run_largest()
     options = {False, choices.everything, *(t.recompute for t in chosen.values() if t)}
     seconds = timed(profiler, rows, list(options), args.rounds)
-    overhead = seconds[choices.everything] / seconds[False] - 1
+    whole, spread = compared(seconds[choices.everything], seconds[False])
     left = (everything.peak_bytes - profiler.held.total) / activations
-    print(f"everything recomputed: memory {left:.2f}, time {1 + overhead:.3f}")
+    print(f"everything recomputed: memory {left:.2f}, time {whole:.3f} ± {spread:.3f}")
     for share, trial in chosen.items():
         if trial is None:
             print(f"budget {share:.0%}: does not fit")
             continue
         used = (trial.peak_bytes - profiler.held.total) / activations
-        ratio = seconds[trial.recompute] / seconds[False]
-        bound = 1 + 1.1 * (1 - share) * overhead
+        ratio, spread = compared(seconds[trial.recompute], seconds[False])
+        bound = 1 + 1.1 * (1 - share) * (whole - 1)
         print(
-            f"budget {share:.0%}: memory {used:.2f}, time {ratio:.3f}, bound {bound:.3f} "
-            f"({describe(trial.recompute)})"
+            f"budget {share:.0%}: memory {used:.2f}, time {ratio:.3f} ± {spread:.3f}, "
+            f"bound {bound:.3f} ({describe(trial.recompute)})"
         )
 
 

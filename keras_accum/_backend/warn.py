@@ -57,11 +57,7 @@ def warn(message: str, about: Any = None) -> None:
             _collecting[-1].append(message)
         return
     if about is not None:
-        if isinstance(about, keras.Model):
-            said = _said_of_models(about)
-        else:
-            said = _said.setdefault(about, set())
-        if message in said:
+        if message in (said := _said_about(about)):
             return
         said.add(message)
     frame = _line_of_user()
@@ -73,6 +69,15 @@ def warn(message: str, about: Any = None) -> None:
         module=frame.f_globals.get("__name__", "<unknown>"),
         registry=frame.f_globals.setdefault("__warningregistry__", {}),
     )
+
+
+def _said_about(about: Any) -> set[str]:
+    if isinstance(about, keras.Model):
+        return _said_of_models(about)
+    try:
+        return _said.setdefault(about, set())
+    except TypeError:  # A function of the user's that nothing can be remembered of.
+        return set()
 
 
 def _line_of_user() -> types.FrameType:

@@ -119,3 +119,14 @@ def test_a_filter_for_the_users_module_applies():
         warnings.filterwarnings("ignore", module=inspect.getmodulename(__file__))
         warn("Said.")
     assert not found
+
+
+def test_a_function_that_cannot_be_remembered_is_warned_of_each_time():
+    class Unhashable:
+        __hash__ = None
+
+    with pytest.warns(UserWarning) as found:
+        warn("twice", about=Unhashable())
+        warn("twice", about=(function := "a string".upper))
+        warn("twice", about=function)
+    assert len(found) == 3
