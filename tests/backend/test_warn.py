@@ -126,7 +126,6 @@ def test_a_function_that_cannot_be_remembered_is_warned_of_each_time():
         __hash__ = None
 
     with pytest.warns(UserWarning) as found:
-        warn("twice", about=Unhashable())
-        warn("twice", about=(function := "a string".upper))
+        warn("twice", about=(function := Unhashable()))
         warn("twice", about=function)
-    assert len(found) == 3
+    assert len(found) == 2
