@@ -6,9 +6,8 @@ import importlib.util
 import os
 import pathlib
 import re
-import subprocess
-import sys
 
+import forks
 import keras
 import pytest
 import readme_code
@@ -56,14 +55,8 @@ def test_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
             "PYTHONPATH": str(ROOT),
         }
         environment.pop("TF_CONFIG", None)
-        ended = subprocess.run(
-            [sys.executable, "page.py"],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=environment,
-        )
-        assert ended.returncode == 0, ended.stderr[-3000:]
+        code, printed = forks.run("page.py", timeout=300, environment=environment)
+        assert code == 0, printed[-3000:]
         return
     monkeypatch.setattr(keras.Model, "compile", eagerly(keras.Model.compile))
     exec(compile(program(page), str(DOCS / page), "exec"), {"__name__": page})

@@ -3,9 +3,8 @@
 import os
 import pathlib
 import re
-import subprocess
-import sys
 
+import forks
 import numpy as np
 import pytest
 
@@ -19,15 +18,10 @@ def run(script, *options, code=0):
     """Run an example; raise unless it ends with `code`. Returns what it printed."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
     environment.pop("TF_CONFIG", None)
-    ended = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *map(str, options)],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        env=environment,
+    ended, printed = forks.run(
+        EXAMPLES / script, *options, timeout=SECONDS, environment=environment
     )
-    printed = ended.stdout + ended.stderr
-    assert ended.returncode == code, printed[-4000:]
+    assert ended == code, printed[-4000:]
     return printed
 
 

@@ -6,9 +6,8 @@ changes nothing, and what was saved before it is still there.
 
 import os
 import pathlib
-import subprocess
-import sys
 
+import forks
 import keras
 import pytest
 import tensorflow as tf
@@ -27,16 +26,14 @@ PATHS = [HELPERS, os.environ.get("PYTHONPATH", "")]
 )
 def test_killed_at_random(replicas, kills):
     script = pathlib.Path(__file__).with_name("killed.py")
-    how = ["--kills", str(kills), "--replicas", str(replicas)]
-    ended = subprocess.run(
-        [sys.executable, str(script), *how],
-        capture_output=True,
-        text=True,
+    code, printed = forks.run(
+        script,
+        *("--kills", kills, "--replicas", replicas),
         timeout=SECONDS,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)},
+        environment={**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)},
     )
-    assert ended.returncode == 0, f"{ended.stdout[-1000:]}\n{ended.stderr[-4000:]}"
-    assert ended.stdout.count(f"'kills': {kills}") == 3, ended.stdout
+    assert code == 0, printed[-5000:]
+    assert printed.count(f"'kills': {kills}") == 3, printed
 
 
 # ---------------------------------------------------------------------------- half a file

@@ -2,8 +2,8 @@
 
 import os
 import pathlib
-import subprocess
-import sys
+
+import forks
 
 SECONDS = 300
 HELPERS = str(pathlib.Path(__file__).parents[1])
@@ -12,11 +12,6 @@ PATHS = [HELPERS, os.environ.get("PYTHONPATH", "")]
 
 def test_without_merge_call():
     script = pathlib.Path(__file__).with_name("no_merge_call.py")
-    ended = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)},
-    )
-    assert ended.returncode == 0, f"{ended.stdout[-1000:]}\n{ended.stderr[-4000:]}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
+    code, printed = forks.run(script, timeout=SECONDS, environment=environment)
+    assert code == 0, printed[-5000:]

@@ -6,9 +6,8 @@ The scenarios of `replicas.py` run in processes of their own, a group in each.
 import itertools
 import os
 import pathlib
-import subprocess
-import sys
 
+import forks
 import pytest
 from groups import Ended, passed_in, run_group
 from replicas import GROUPS, MODES, SLOW
@@ -22,19 +21,11 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": PATHS}
 def run(names, replicas=2, *options):
     """Run scenarios in turn, up to the first that fails or takes too long."""
     script = pathlib.Path(__file__).with_name("replicas.py")
-    command = [sys.executable, str(script), *names, "--replicas", str(replicas), *options]
-    try:
-        ended = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=SECONDS,
-            env=ENVIRONMENT,
-        )
-        code, printed = ended.returncode, ended.stdout
-    except subprocess.TimeoutExpired as late:
-        code, printed = f"none after {SECONDS} seconds", late.stdout or b""
-    printed = printed.decode(errors="replace")
+    arguments = [*names, "--replicas", replicas, *options]
+    code, printed = forks.run(
+        script, *arguments, timeout=SECONDS, environment=ENVIRONMENT
+    )
+    code = f"none after {SECONDS} seconds" if code is None else code
     return Ended(code == 0, passed_in(printed), f"code: {code}\n{printed[-5000:]}")
 
 

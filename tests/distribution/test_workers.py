@@ -9,10 +9,9 @@ import json
 import os
 import pathlib
 import socket
-import subprocess
-import sys
 import time
 
+import forks
 import pytest
 from groups import Ended, passed_in, run_group
 from workers import SCENARIOS
@@ -45,18 +44,13 @@ def workers(names, folder):
         for index, path in enumerate(outputs):
             task = {"type": "worker", "index": index}
             config = json.dumps({"cluster": {"worker": addresses}, "task": task})
-            process = subprocess.Popen(
-                [sys.executable, str(script), str(folder), *names],
-                env={
-                    **os.environ,
-                    "PYTHONPATH": PATHS,
-                    "TF_CONFIG": config,
-                    "CUDA_VISIBLE_DEVICES": "-1",
-                },
-                stdout=stack.enter_context(path.open("w")),
-                stderr=subprocess.STDOUT,
-            )
-            stack.callback(process.wait)
+            environment = {
+                **os.environ,
+                "PYTHONPATH": PATHS,
+                "TF_CONFIG": config,
+                "CUDA_VISIBLE_DEVICES": "-1",
+            }
+            process = forks.Running(script, [folder, *names], path, environment)
             stack.callback(process.kill)
             processes.append(process)
         yield processes, outputs
