@@ -22,8 +22,9 @@ def test_random_configurations_are_the_large_batch():
     assert len(exact) >= 0.5 * EXAMPLES, f"warning always would pass, too: {found}"
 
 
-def test_a_mean_of_means_is_found(monkeypatch):
-    """If every micro-batch counts the same, a run as long as the one above sees it."""
+@pytest.fixture
+def mean_of_means(monkeypatch):
+    """What a run as long as the one above finds if every micro-batch counts the same."""
     apply = ka.AccumOptimizer.apply
 
     def unweighted(self, grads, trainable_variables=None, weight=None):
@@ -32,8 +33,16 @@ def test_a_mean_of_means_is_found(monkeypatch):
     monkeypatch.setattr(ka.AccumOptimizer, "apply", unweighted)
     drawn = itertools.islice(stream(seed=0), EXAMPLES)
     found = fuzz.search(drawn, failures="stop")
-    assert found.failures[0][1].status == "mismatch"
-    simple, outcome = fuzz.simplified(*found.failures[0])
+    return found.failures[0]
+
+
+def test_a_mean_of_means_is_found(mean_of_means):
+    assert mean_of_means[1].status == "mismatch"
+
+
+@pytest.mark.slow  # Tries many; `test_what_fails_is_made_simple` has nothing to train.
+def test_a_mean_of_means_is_made_simple(mean_of_means):
+    simple, outcome = fuzz.simplified(*mean_of_means)
     assert (simple.route, simple.model) == ("optimizer", "mlp")
     assert outcome.detail.startswith("weights")
 
