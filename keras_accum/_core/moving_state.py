@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from .._backend import replica
 from .._backend.private.functions import captured
-from .._backend.private.layers import flatten_layers, handles_of, own_state
+from .._backend.private.layers import flatten_layers, handles_of, is_stateful, own_state
 from .._backend.private.models import OfCompilation
 from .._backend.warn import is_collecting, warn
 
@@ -21,12 +21,13 @@ def moving_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """The layers of `model` that are known, by class, to move state in each training call.
 
     A BatchNormalization moves its statistics unless it is frozen; a SpectralNormalization
-    its vector and its kernel, always.
+    its vector and its kernel, and a stateful RNN its states, always.
     """
     return [
         layer
         for layer in flatten_layers(model)
         if isinstance(layer, keras.layers.SpectralNormalization)
+        or is_stateful(layer)
         or (_normalizes_batches(layer) and layer.trainable)
     ]
 

@@ -24,7 +24,7 @@ import keras
 import tensorflow as tf
 
 from .._backend import replica
-from .._backend.private.layers import call
+from .._backend.private.layers import call, flatten_layers, is_stateful
 from .._backend.private.losses import (
     compute_loss,
     has_own_compute_loss,
@@ -102,6 +102,7 @@ def compute_gradients(
     """All of a training step but its update: the loss, the gradients, the metrics."""
     replica.check_compilable()
     check_statistics(model)
+    check_states(model, settings.split, data)
     check_step_optimizer(model.optimizer)
     build_for(model, data)
     batch, checks = check_batch(keras.utils.unpack_x_y_sample_weight(data))
@@ -120,6 +121,23 @@ def compute_gradients(
         with tf.control_dependencies([] if tf.executing_eagerly() else [found.loss]):
             track(found.loss, found.parts, rows_of(batch))
     return found
+
+
+def check_states(model: keras.Model, split: Split, data: Any) -> None:
+    """Refuse layers that keep a state for each row of a batch, which is to be split.
+
+    Raises:
+        ValueError: for a stateful RNN.
+    """
+    for layer in flatten_layers(model):
+        if is_stateful(layer) and not _is_one(split, data):
+            raise ValueError(
+                f"The layer '{layer.name}' has `stateful=True`: it keeps a state for each "
+                "row of its batch, and goes on from it. A step that splits its batch "
+                "would have a micro-batch go on from the states of other rows. Use "
+                "`stateful=False`, or accumulate in the optimizer, with `AccumOptimizer`: "
+                "there, each batch that `fit` gets is a micro-batch."
+            )
 
 
 def _check_weights(sample_weight: Any) -> list[tf.Tensor]:

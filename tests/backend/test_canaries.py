@@ -178,6 +178,7 @@ LOUD = {
     "fits.observe_fits": "adds to what is this package's",
     "data.first_batch": "calls adapters, or raises",
     "data.without_optional": "asks for a public class",
+    "layers.is_stateful": "asks for a public class and attribute",
     "functions.captured": "is tested where functions are refused",
     "functions.elements_of_list": "tells sizes that choices depend on, no number",
     "graphs.example_arguments": "reads `_inputs_struct`, which has a canary",

@@ -2,6 +2,7 @@
 
 import logging
 import pathlib
+import re
 import warnings
 
 import keras
@@ -171,6 +172,55 @@ def test_an_optimizer_that_accumulates_names_them_too(mode):
     assert said(frozen, ka.AccumBatchNormalization(), keras.layers.Dropout(0.5)) == []
     # The monitor says it in its log, and once is enough.
     assert said(normalizes(), callbacks=[ka.AccumulationMonitor(verbose=0)]) == []
+
+
+def stateful(rows, wrapper=lambda layer: layer):
+    """A model of an RNN that goes on from the states of its last call."""
+    inputs = keras.Input(batch_shape=(rows, 4, 3))
+    rnn = keras.layers.GRU(3, stateful=True, name="rnn")
+    return keras.Model(inputs, wrapper(rnn)(inputs))
+
+
+TEXTS = np.random.default_rng(0).normal(size=(6, 4, 3)).astype("float32")
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_stateful_rnn_is_named(mode):
+    model = compile_in(stateful(2), mode, ka.AccumOptimizer("sgd", 3))
+    expected = MOVES.format("1 layer", "rnn (GRU)")
+    assert said_by(fit, model, TEXTS, TEXTS[:, 0], 2) == [expected]
+    plain = model_of(keras.layers.Reshape((5, 1)), keras.layers.GRU(3))
+    compile_in(plain, mode, ka.AccumOptimizer("sgd", 2))
+    assert said_by(fit, plain, *data(6), 3) == []
+
+
+@pytest.mark.parametrize("rows", [2, 6])
+@pytest.mark.parametrize("two_pass", [False, True])
+def test_a_step_does_not_split_the_batch_of_a_stateful_rnn(rows, two_pass):
+    model = stateful(rows, keras.layers.Bidirectional)
+    told = said_by(ka.accumulate, model, micro_batch_size=2, two_pass=two_pass)
+    named = "forward_rnn (GRU), backward_rnn (GRU)"
+    assert sorted(told[0].rpartition(": ")[2].strip(".").split(", ")) == sorted(
+        named.split(", ")
+    )
+    compile_in(model, "eager", keras.optimizers.SGD())
+    before = [v.numpy() for v in model.variables]
+    y = np.zeros((6, 6), "float32")
+    message = (
+        "it keeps a state for each row of its batch, and goes on from it. A step that "
+        "splits its batch would have a micro-batch go on from the states of other rows. "
+        "Use `stateful=False`, or accumulate in the optimizer, with `AccumOptimizer`: "
+        "there, each batch that `fit` gets is a micro-batch."
+    )
+    with pytest.raises(ValueError, match="has `stateful=True`: " + re.escape(message)):
+        fit(model, TEXTS, y, 6)
+    for variable, value in zip(model.variables, before):
+        np.testing.assert_array_equal(variable, value)
+    # The control: one micro-batch is no part of a batch.
+    if rows == 6 and not two_pass:
+        ka.accumulate(model, accum_steps=1)
+        fit(model, TEXTS, y, 6)
+        assert np.abs(model.variables[0].numpy() - before[0]).max() > 0
 
 
 def test_in_eager_mode_the_second_micro_batch_tells_what_has_moved():

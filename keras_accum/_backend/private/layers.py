@@ -160,8 +160,17 @@ def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
 
 
 def own_state(layer: keras.layers.Layer) -> list[keras.Variable]:
-    """The variables of `layer` itself that are no weights, such as moving statistics."""
-    return list(layer._non_trainable_variables)
+    """The variables of `layer` itself that are no weights, such as moving statistics.
+
+    Keras does not count the states of an RNN among its variables.
+    """
+    states = layer.states if is_stateful(layer) else []
+    return [*layer._non_trainable_variables, *keras.tree.flatten(states or [])]
+
+
+def is_stateful(layer: keras.layers.Layer) -> bool:
+    """Whether `layer` is an RNN that goes on from the states of its last call."""
+    return isinstance(layer, keras.layers.RNN) and layer.stateful
 
 
 def attributes(value: Any) -> dict[str, Any]:
