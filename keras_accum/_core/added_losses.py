@@ -21,7 +21,7 @@ from .._backend.private.losses import (
     remember_kinds,
 )
 from .._backend.warn import warn
-from .own_loss import kind_of, made_up, nothing_moves
+from .own_loss import Draw, kind_of, made_up, nothing_moves, positive
 
 _ROWS = (1, 3)
 # Of values below it nothing can be said: a mean of zeros is their sum.
@@ -34,6 +34,11 @@ class _Tried(NamedTuple):
     whole: np.ndarray
     first: np.ndarray
     second: np.ndarray
+
+    def tell(self) -> np.ndarray:
+        """Whether a value tells something: it is finite, and not always nothing."""
+        sizes = np.abs(np.stack(self))
+        return np.isfinite(sizes).all(0) & (sizes.max(0) > _NOTHING)
 
     def equals(self, first: float, second: float, rtol: float) -> np.ndarray:
         expected = first * self.first + second * self.second
@@ -62,7 +67,7 @@ def learn_kinds(model: keras.Model, x: Any) -> None:
     found = (
         [s or None for s in several]
         if tried is None
-        else _sums(tried, flatten_layers(model))
+        else _sums_of_all(tried, flatten_layers(model))
     )
     kinds = [each.is_sum if s is None else s for each, s in zip(added, found)]
     remember_kinds(model, [s if k is None else k for k, s in zip(kinds, several)])
@@ -74,6 +79,20 @@ def learn_kinds(model: keras.Model, x: Any) -> None:
 # By model, the kinds of batches that were tried.
 _known: "weakref.WeakKeyDictionary[keras.Model, set[Any]]"
 _known = weakref.WeakKeyDictionary()
+
+
+def _sums_of_all(
+    tried: Sequence[_Tried], layers: Sequence[keras.layers.Layer]
+) -> list[bool | None]:
+    """Whether each is a sum over samples, or a mean; None if not of all made-up samples.
+
+    `max(mean, 0)` is a mean of some.
+    """
+    kinds: list[set[bool | None]] = [set() for _ in tried[0].whole]
+    for each in tried:
+        for found, kind, tells in zip(kinds, _sums(each, layers), each.tell()):
+            found |= {kind} if tells else set()
+    return [found.pop() if len(found) == 1 else None for found in kinds]
 
 
 def _sums(tried: _Tried, layers: Sequence[keras.layers.Layer]) -> list[bool | None]:
@@ -88,8 +107,8 @@ def _sums(tried: _Tried, layers: Sequence[keras.layers.Layer]) -> list[bool | No
 
 def _try(
     model: keras.Model, x: Any, layers: Sequence[keras.layers.Layer]
-) -> _Tried | None:
-    """What `layers` add for made-up samples; None if it cannot be tried.
+) -> list[_Tried] | None:
+    """What `layers` add for made-up samples of some kinds; None if it cannot be tried.
 
     Without dropout, if they add the same there.
     """
@@ -97,12 +116,21 @@ def _try(
         with tf.init_scope(), call_losses_kept(model):
             for training in (False, True):
                 for shift in (0.0, 0.1):
-                    tried = _add(model, x, layers, training, shift)
-                    if tried is not None and np.all(np.abs(tried.whole) > _NOTHING):
+                    each = [_add(model, x, layers, training, shift, d) for d in _DRAWS]
+                    tried = [found for found in each if found is not None]
+                    if tried and np.any([found.tell() for found in tried], axis=0).all():
                         return tried
-            return tried
+            return tried or None
     except Exception:
         return None  # Made-up numbers may be no input of this model.
+
+
+def _spread_by(size: float) -> Draw:
+    return lambda rng, shape: size * rng.normal(size=shape)
+
+
+# Also small and large numbers, on both sides of what a penalty begins at.
+_DRAWS = [positive, *(_spread_by(size) for size in (0.1, 1.0, 10.0))]
 
 
 def _add(
@@ -111,6 +139,7 @@ def _add(
     layers: Sequence[keras.layers.Layer],
     training: bool,
     shift: float,
+    draw: Draw,
 ) -> _Tried | None:
     """The values for all rows and for two parts; None if other layers add something.
 
@@ -120,9 +149,10 @@ def _add(
         layers: which are expected to add something.
         training: how the model is called.
         shift: what is added to all weights, which may be zero at the start.
+        draw: makes floats up.
     """
     rng = np.random.default_rng(0)
-    batch = tf.nest.map_structure(lambda spec: made_up(rng, spec, _ROWS[1]), x)
+    batch = tf.nest.map_structure(lambda spec: made_up(rng, spec, _ROWS[1], draw), x)
     found = []
     for rows in (slice(None), slice(0, _ROWS[0]), slice(*_ROWS)):
         part = tf.nest.map_structure(

@@ -31,6 +31,8 @@ from .regularizers import without_regularizers
 
 # From (x, y, y_pred, sample_weight) to the loss.
 Compute = Callable[..., tf.Tensor]
+# Makes floats of a shape up.
+Draw = Callable[[np.random.Generator, Sequence[int]], np.ndarray]
 
 _PASSED_ON = {
     "Identity",
@@ -154,7 +156,7 @@ def _adds_up_on_made_up(model: keras.Model, compute: Compute, arguments: Any) ->
         with tf.init_scope(), without_regularizers(model):
             whole, *parts = [
                 _loss_of(compute, batch, frozenset(), [], 1.0)[0]
-                for batch in _whole_and_parts(arguments, _positive)
+                for batch in _whole_and_parts(arguments, positive)
             ]
     except Exception:
         return True
@@ -338,8 +340,8 @@ def _holds_on_made_up(
     None if that cannot be said: made-up numbers may be no labels.
     """
     holds: list[bool | None] = []
-    drawn: list[tuple[Any, ...]] = [(_positive,), (_any,)]
-    for how in [*drawn, *((_positive, *labels) for labels in _LABELS)]:
+    drawn: list[tuple[Any, ...]] = [(positive,), (_any,)]
+    for how in [*drawn, *((positive, *labels) for labels in _LABELS)]:
         with tf.init_scope(), contextlib.suppress(Exception):
             holds.append(_holds_on(compute, _whole_and_parts(arguments, *how), terms))
     known = [each for each in holds if each is not None]
@@ -398,7 +400,8 @@ def _loss_of(
     return np.asarray(keras.ops.convert_to_numpy(loss), "float64"), met
 
 
-def _positive(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
+def positive(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
+    """Numbers that most functions take: probabilities, and what has a logarithm."""
     return rng.uniform(0.1, 0.9, shape)
 
 
@@ -407,7 +410,7 @@ def _any(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
 
 
 def made_up(
-    rng: np.random.Generator, spec: Any, rows: int, draw: Any = _positive
+    rng: np.random.Generator, spec: Any, rows: int, draw: Draw = positive
 ) -> tf.Tensor | None:
     """Samples of the shape and dtype of `spec`, in float32 at least."""
     if spec is None:

@@ -234,6 +234,41 @@ def test_what_is_neither_a_mean_nor_a_sum_is_said_once(route):
     ]
 
 
+def beyond(limit):
+    """What of the batch's mean is above a limit, as free bits are."""
+    return lambda x: keras.ops.maximum(keras.ops.mean(x**2) - limit, 0.0)
+
+
+def beyond_of_each(limit):
+    """What of each sample's mean is above a limit: a mean over samples."""
+    return lambda x: keras.ops.mean(
+        keras.ops.maximum(keras.ops.mean(x**2, -1) - limit, 0)
+    )
+
+
+BENT = {
+    "free bits": (beyond(0.01), True),
+    "a far limit": (beyond(1.0), True),
+    "distance": (lambda x: keras.ops.abs(keras.ops.mean(x)), True),
+    "variance": (lambda x: keras.ops.mean((x - keras.ops.mean(x, 0)) ** 2), True),
+    "of each sample": (beyond_of_each(0.01), False),
+    "far of each": (beyond_of_each(1.0), False),
+    "exponential": (lambda x: keras.ops.mean(keras.ops.exp(3.0 * x)), False),
+}
+
+
+@pytest.mark.slow_but("free bits", "distance", "far of each", "exponential")
+@pytest.mark.parametrize(("function", "bent"), BENT.values(), ids=list(BENT))
+def test_a_bent_function_of_the_batchs_mean_is_no_mean(function, bent, recwarn):
+    inputs = keras.Input((5,))
+    outputs = layers.Dense(3)(OneValue(function)(inputs))
+    model = ka.accumulate(keras.Model(inputs, outputs), micro_batch_size=4)
+    model.compile("sgd", "mse", run_eagerly=True)
+    model.train_on_batch(X, Y)
+    said = [text for text in told(recwarn) if "neither a mean nor a sum" in text]
+    assert len(said) == bent
+
+
 @pytest.mark.slow
 def test_the_optimizer_knows_one_value_that_is_a_sum():
     def make():
