@@ -147,6 +147,8 @@ def all_gather(tensor: tf.Tensor) -> tf.Tensor:
     # Collective operations know no booleans, and need a device, as above.
     sent = tf.cast(tensor, "int32") if tensor.dtype.is_bool else tf.identity(tensor)
     gathered = tf.distribute.get_replica_context().all_gather(sent, axis=0)
+    # TensorFlow forgets the shape, by which Keras tells what it squeezes or expands.
+    gathered = tf.ensure_shape(gathered, [None, *tensor.shape[1:]])
     return tf.cast(gathered, tensor.dtype)
 
 

@@ -1125,6 +1125,20 @@ def masks_are_gathered_with_the_predictions(strategy, mode):
     assert_differ(naive[0].get_weights(), oracle[0].get_weights())
 
 
+@scenario("coupled", "graph")
+def weights_in_a_column_are_gathered_as_a_column(strategy, mode):
+    """Keras squeezes what it knows to be a column; else it would make a square of it."""
+    x, y = data(SAMPLES)
+    column = np.float32(np.arange(SAMPLES) % 3)[:, None]
+    how = {"loss": "mse", "mode": mode}
+    oracle = train(dense_model, (x, y, column), sgd, **how)
+    split = {"split": {"accum_steps": 3}, "two_pass": True}
+    found = train(dense_model, (x, y, column), sgd, strategy, **how, **split)
+    assert_same(found, oracle)
+    unweighted = train(dense_model, (x, y), sgd, **how)
+    assert_differ(unweighted[0].get_weights(), oracle[0].get_weights())
+
+
 class ReadsInputs(keras.Model):
     """A coupled loss that reads the inputs too."""
 
