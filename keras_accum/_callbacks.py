@@ -13,6 +13,7 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
+from ._backend.callback_order import call_first
 from ._backend.memory import peak_bytes
 from ._backend.private.models import rows_tracked
 from ._backend.private.optimizers import trained_by
@@ -99,8 +100,9 @@ class AccumulationMonitor(keras.callbacks.Callback):
 
     `on_update_end` is called after each update, for subclasses that log by update.
 
-    Put it first in the list of callbacks, so that the others find these values, and the
-    weights that a flush has updated. Reading the values waits for the step to finish.
+    It is called before the other callbacks, wherever it is in the list: they find these
+    values, and the weights that a flush has updated. Reading the values waits for the step
+    to finish.
 
     Args:
         tail: What to do with a window that is open at the end of an epoch:
@@ -189,6 +191,7 @@ class AccumulationMonitor(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse a model without accumulation; name layers that move state."""
+        call_first(self)
         self._watched = {}
         self._watch()
         if not self._watched:

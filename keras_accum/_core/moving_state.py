@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from .._backend import replica
+from .._backend.arrays import to_numpy
 from .._backend.private.functions import captured
 from .._backend.private.layers import flatten_layers, handles_of, is_stateful, own_state
 from .._backend.private.models import OfCompilation
@@ -76,7 +77,7 @@ class StateWatch:
 
 
 def _sums(variable: keras.Variable) -> list[float]:
-    values = np.asarray(keras.ops.convert_to_numpy(variable), "float64")
+    values = to_numpy(variable).astype("float64")
     return [values.sum(), np.square(values).sum()]
 
 

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from .._backend.arrays import to_numpy
 from .._backend.private.layers import read
 from .._backend.private.losses import (
     LossCall,
@@ -397,7 +398,7 @@ def _loss_of(
 
     with listen_to_reductions(adjust):
         loss = compute(*batch)
-    return np.asarray(keras.ops.convert_to_numpy(loss), "float64"), met
+    return to_numpy(loss).astype("float64"), met
 
 
 def positive(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:

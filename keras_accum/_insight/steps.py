@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
+from .._backend.arrays import to_numpy
 from .._backend.attribute_patch import AttributePatch
 from .._backend.identity import unique
 from .._backend.private.layers import call, flatten_layers
@@ -334,7 +335,7 @@ def _optimizers_of(model: keras.Model, known: bool) -> dict[str, Any]:
 
 
 def _learning_rate(optimizer: Any) -> float:
-    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+    return float(to_numpy(optimizer.learning_rate))
 
 
 def _scale_of(optimizer: Any, model: keras.Model) -> float | None:
@@ -346,7 +347,7 @@ def _scale_of(optimizer: Any, model: keras.Model) -> float | None:
         return None
     elif not optimizer.built:
         return optimizer.initial_scale
-    return float(keras.ops.convert_to_numpy(optimizer.dynamic_scale))
+    return float(to_numpy(optimizer.dynamic_scale))
 
 
 def _will_scale(optimizer: AccumOptimizer, model: keras.Model) -> bool:
@@ -396,7 +397,7 @@ def _moving(model: keras.Model, held: list[Any]) -> list[keras.Variable]:
 
 def _array(variable: Any) -> Array:
     """The value, in float32 or float64."""
-    found = keras.ops.convert_to_numpy(variable)
+    found = to_numpy(variable)
     return found if found.dtype in ("float32", "float64") else found.astype("float64")
 
 

@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from .._backend.arrays import to_numpy
 from .._backend.private.layers import flatten_layers
 from .arguments import check_nonfinite
 from .saving import SavesWindow
@@ -57,7 +58,7 @@ class ScalesLoss(SavesWindow):
     def scales_dynamically(self) -> bool:
         """Whether the loss is scaled by `dynamic_scale`: once it is, it stays so."""
         with tf.init_scope():  # Known while tracing; a variable, to be saved and loaded.
-            return bool(keras.ops.convert_to_numpy(self._scaled))
+            return bool(to_numpy(self._scaled))
 
     def enable_scaling_if_float16(self, model: keras.Model) -> None:
         """Scale the loss from now on if the policy of `model` says float16.

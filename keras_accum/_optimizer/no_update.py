@@ -5,10 +5,10 @@ import weakref
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from .._backend import replica
+from .._backend.arrays import to_numpy
 from .._backend.private.layers import flatten_layers
 from .._backend.warn import warn
 
@@ -39,7 +39,7 @@ def number(value: keras.Variable | int) -> int:
         # In a fifth of the time; it is done for each step.
         read = tf.raw_ops.ReadVariableOp(resource=held.handle, dtype=held.dtype)
         return read.numpy().item()
-    return np.asarray(keras.ops.convert_to_numpy(value)).item()
+    return to_numpy(value).item()
 
 
 def begin_training(model: keras.Model, optimizer: Any) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from .._backend import replica
+from .._backend.arrays import to_numpy
 from .._backend.private.optimizers import optimizers_of
 from .._core.gradients import Gradient, global_norm
 from .._core.layer_watch import LayerWatch
@@ -77,11 +78,11 @@ class UpdateLog:
         """What is noted, from outside of any function; zeros before any update."""
         if not self.built:
             return Update(*[0.0] * len(Update._fields))
-        return Update(*keras.ops.convert_to_numpy(self._values).tolist())
+        return Update(*to_numpy(self._values).tolist())
 
     def bad(self) -> list[int]:
         """The variables whose gradient was not finite in the last bad micro-batch."""
-        return np.flatnonzero(keras.ops.convert_to_numpy(self._bad)).tolist()
+        return np.flatnonzero(to_numpy(self._bad)).tolist()
 
     def note(self, usable: tf.Tensor | bool, **found: tf.Tensor) -> None:
         """Note an update, if the gradient was usable: its norms, and what gives the noise.

@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
 from .._backend import replica
+from .._backend.arrays import to_numpy
 from .._backend.control import run_if
 from .._backend.private import canaries
 from .._backend.private.compiled import compiled_by_xla
@@ -353,11 +354,7 @@ class AccumOptimizer(ScalesLoss):
     @property
     def window_length(self) -> int:
         """The micro-batches of the window that is open; changes at its end."""
-        return (
-            0
-            if not self.built
-            else int(keras.ops.convert_to_numpy(self._accumulator.length))
-        )
+        return 0 if not self.built else int(to_numpy(self._accumulator.length))
 
     @property
     def accumulator_bytes(self) -> int:
@@ -675,7 +672,7 @@ class AccumOptimizer(ScalesLoss):
         if self.flushes_at_end:
             self.flush()
         end_training(self)
-        if keras.ops.convert_to_numpy(self.iterations) > 0:
+        if to_numpy(self.iterations) > 0:
             self.inner_optimizer.finalize_variable_values(var_list)
 
     @tf.autograph.experimental.do_not_convert

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from .._backend.arrays import to_numpy
 from .._backend.private import canaries
 from .._backend.private.data import first_batch
 from .._backend.private.randomness import random_state_kept
@@ -210,7 +211,7 @@ def _window(model: keras.Model) -> int:
     steps = optimizer.accum_steps
     if not callable(steps):
         return steps
-    update = tf.constant(int(keras.ops.convert_to_numpy(optimizer.iterations)), "int32")
+    update = tf.constant(int(to_numpy(optimizer.iterations)), "int32")
     return int(trace_schedule(steps)(update))
 
 

@@ -11,6 +11,7 @@ from keras.src.backend import compute_output_spec
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as Trainer
 
 from .. import replica
+from ..arrays import to_numpy
 from ..attribute_patch import AttributePatch
 from ..identity import unique
 from .layers import flatten_layers
@@ -208,7 +209,7 @@ def rows_tracked(model: keras.Model) -> float:
     """
     if (tracker := model._loss_tracker) is None:
         return 0.0
-    return float(keras.ops.convert_to_numpy(tracker.count))
+    return float(to_numpy(tracker.count))
 
 
 def state_of_layers(model: keras.Model) -> list[keras.Variable]:

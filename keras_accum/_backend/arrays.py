@@ -1,0 +1,15 @@
+"""Values of variables as arrays of NumPy."""
+
+from typing import Any
+
+import keras
+import numpy as np
+
+
+def to_numpy(value: Any) -> np.ndarray[Any, Any]:
+    """The value of a variable, a tensor or a number, outside of any graph.
+
+    `keras.ops.convert_to_numpy` takes that of a variable in a way that NumPy 2 deprecates.
+    """
+    held = value.value if isinstance(value, keras.Variable) else value
+    return np.asarray(held.numpy() if hasattr(held, "numpy") else held)
