@@ -76,11 +76,28 @@ def scenario(group, *modes, slow=()):
 
 
 class CountingReductions(tf.distribute.ReductionToOneDevice):
-    """Counts the reductions that run, and the tensors and bytes that they reduce."""
+    """Counts the reductions that run, and the tensors and bytes that they reduce.
+
+    What it gathers has no known shape in a graph, as from collective operations.
+    """
 
     def __init__(self):
         super().__init__()
         self.counts = None
+        self.gathers = False
+
+    def _gather_implementation(self, *args, **options):
+        self.gathers = True
+        try:
+            return super()._gather_implementation(*args, **options)
+        finally:
+            self.gathers = False
+
+    def broadcast_implementation(self, tensor, destinations):
+        if self.gathers and not tf.executing_eagerly():
+            unknown = [None] * tensor.shape.rank
+            tensor = tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=unknown)
+        return super().broadcast_implementation(tensor, destinations)
 
     def start(self):
         """Forget what was counted."""
