@@ -21,6 +21,7 @@ trust ratios of one run only.
 import argparse
 import itertools
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,6 +131,7 @@ def main() -> None:
     for _ in range(args.rounds):
         for case in itertools.product(args.models, args.routes, modes):
             seconds.setdefault(case, []).append(in_own_process(first_steps, *case))
+            print("measured", *case, *seconds[case][-1], file=sys.stderr, flush=True)
     rows, found = [], []
     for (model, route, xla), runs in seconds.items():
         first, other = (statistics.median(column) for column in zip(*runs))
