@@ -5,9 +5,7 @@ import weakref
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-from .._backend import replica
 from .._backend.arrays import to_numpy
 from .._backend.private.layers import flatten_layers
 from .._backend.warn import warn
@@ -34,11 +32,6 @@ class Training:
 
 def number(value: keras.Variable | int) -> int:
     """The Python number that a scalar variable holds, under a strategy too."""
-    held = getattr(value, "value", value)
-    if isinstance(held, tf.Variable) and not replica.is_distributed(held):
-        # In a fifth of the time; it is done for each step.
-        read = tf.raw_ops.ReadVariableOp(resource=held.handle, dtype=held.dtype)
-        return read.numpy().item()
     return to_numpy(value).item()
 
 
