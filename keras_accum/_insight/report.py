@@ -10,8 +10,9 @@ from .._backend.figure import new_figure
 Kind: TypeAlias = Literal["equal", "zero", "differs", "none"]
 
 # An error of so many times its rounding floor is a true difference. Rounding itself
-# reaches 1.6 times its floor in the models of `tests/insight`.
-MOST = 4.0
+# reaches 1.6 times its floor in the models of `tests/insight`, and 4.3 times in a bias of
+# 1,000 outputs over 4,096 tokens (`benchmarks/check_equivalence.py`).
+MOST = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Report:
             logs the mean over samples, whatever the loss divides by.
         metrics: dict of str to `Value`, the other logged numbers.
         gradients: dict of path to float: the error of a variable's gradient in rounding
-            floors. At 1 it is rounding, above 4 it is a true difference.
+            floors. Near 1 it is rounding, above 10 it is a true difference.
         first_layer: str, where a difference enters: the path of the first layer whose
             output for a sample depends on the micro-batch, or whose state moves
             otherwise; "loss" if all layers agree; None without a difference of gradients
